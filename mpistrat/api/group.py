@@ -29,7 +29,7 @@ from ..engine.executor import Executor
 from ..engine.not_finite import FiniteWatch
 from ..gpu.arrays import GpuTensors
 from ..gpu.gpu_executor import GpuExecutor
-from ..process import stacks
+from ..process import error_text
 from ..process.procfs import Process
 from ..trace.records import OperationRing, Traced
 from .backends import Backends
@@ -67,7 +67,7 @@ class Group:
         executor = Executor(backends.data, topology, settings.fusion_bytes, self._device, ring, self.finite)
         controller = Controller(topology, backends.control, executor, settings, backends.agreement,
                                 interruption=interruption, where=partial(_where, ring),
-                                look=partial(stacks.look, processes))
+                                look=partial(error_text.look, processes))
         # The recorded operations of this group.
         self.traced = Traced(ring, topology.size, backends.data.name, controller.queue.in_flight,
                              backends.data.measured_choices)
@@ -162,4 +162,4 @@ def _where(ring: OperationRing) -> str:
     now = time.monotonic_ns()
     last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"
             for each in ring.since(0)[-_LAST_OPERATIONS:]]
-    return stacks.where() + (f"\nIts last collectives: {', '.join(last)}" if last else "")
+    return error_text.where() + (f"\nIts last collectives: {', '.join(last)}" if last else "")

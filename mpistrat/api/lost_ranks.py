@@ -17,10 +17,8 @@ from ..core.errors import LostRank, RanksLostError
 from ..core.interruption import Interruption
 from ..core.topology import Topology
 from ..process import abort
-from ..process.addresses import elsewhere, local_addresses
 from ..process.error_text import ErrorText
-from ..process.neighbours import Neighbours
-from ..process.peers import End, Invitation, Peers
+from ..process.peers import End, Invitation, Neighbours, Peers, elsewhere, local_addresses
 from ..process.procfs import Process
 from ..transport.mpi import mpi_library
 

@@ -25,10 +25,9 @@ from ..core.settings import Settings, differing, horovod_warning
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
 from ..gpu.assignment import set_cuda_variables
-from ..process import abort, exit_code, hand_on, report, stacks
-from ..process.child_guard import require_own_place
+from ..process import abort, error_text, exit_code, report
 from ..process.launch_env import launched_rank, launched_size
-from ..process.launcher_watch import LauncherWatch, launcher_here
+from ..process.launcher_watch import LauncherWatch, launcher_here, require_own_place
 from ..process.procfs import Process
 from ..trace import clocks
 from ..trace.tracer import Tracer
@@ -148,7 +147,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             raise
         forked.claim(os.environ)
         _runtime = runtime
-        hand_on.begin(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
+        abort.hand_on(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
         if (member := membership.current()) is not None:
             member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
@@ -297,7 +296,7 @@ def _started(settings: Settings, topology: Topology, backends: Backends, comm: "
         # Not for several jobs under one mpirun, nor after a loss of ranks: rank numbers then differ from mpirun's.
         is_told = (settings.recorder == "all" and report.mode(os.environ)
                    and 1 < topology.size == launched_size(os.environ)[0])
-        tracer = Tracer(topology, offsets, os.environ, stacks.main_line,
+        tracer = Tracer(topology, offsets, os.environ, error_text.main_line,
                         partial(report.tell_last, launched_rank(os.environ), environ=os.environ) if is_told else None)
     world = Group(settings, topology, backends, comm, losses.interruption, tracer, losses.processes)
     return Job(settings, world, losses, tracer)

@@ -21,9 +21,8 @@ from queue import SimpleQueue
 from ..core.errors import LaunchError
 from ..core.install import numbers
 from ..elastic.commits import FILE, claim
-from ..elastic.orders import Done, Limits, Start
 from ..elastic.service import Service, addresses_towards
-from ..elastic.supervisor_plan import PREEMPTED_CODE
+from ..elastic.supervisor_plan import PREEMPTED_CODE, Done, Limits, Start
 from ..process.launcher_watch import ABORTED
 from ..process.launchers import OPEN_MPI
 from ..process.report import ReportReader

@@ -21,8 +21,7 @@ from ..core.errors import ClusterError, InvalidRequestError, RankDiedError
 from ..core.roles import Role, assign_roles, cluster_spec
 from ..core.topology import Topology, ranks_by_value
 from ..process import abort
-from ..process.addresses import elsewhere, local_addresses
-from ..process.peers import End, Invitation, Peers
+from ..process.peers import End, Invitation, Peers, elsewhere, local_addresses
 
 logger = logging.getLogger(__name__)
 

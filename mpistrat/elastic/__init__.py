@@ -4,8 +4,8 @@
 before the training is done, the next generation starts on the remaining hosts. The commits of the ranks outlive the
 ranks in the memory of an *agent*, a process without MPI on each host.
 
-`supervisor_plan` and `agent_state` make the decisions, with time and messages as arguments. `service` and `agent` add
-the sockets and processes of the supervisor and of an agent. `member` is the part of a rank.
+`supervisor_plan` and the first part of `agent` make the decisions, with time and messages as arguments. `service` and
+the rest of `agent` add the sockets and processes of the supervisor and of an agent. `member` is the part of a rank.
 """
 
 from typing import NoReturn

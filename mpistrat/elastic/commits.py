@@ -12,6 +12,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,18 @@ import msgpack
 import numpy as np
 
 from ..core.ownership import foreign, own_directory
-from .commit_id import CommitId as CommitId
+
+
+@dataclass(frozen=True, order=True)
+class CommitId:
+    """The id of a commit. Later commits have greater ids."""
+
+    generation: int  # the one that made the commit, from 1
+    number: int  # in its generation, from 1
+
+    def __str__(self) -> str:
+        return f"commit {self.number} of generation {self.generation}"
+
 
 # -- a value as bytes --------------------------------------------------------------------------------------------------
 # Arrays, numbers, texts, bytes and containers need no pickle: the bytes are msgpack, with extensions for the types of
@@ -84,8 +96,7 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
             dtype, shape, order, place = found
             return np.ndarray(shape, _dtype(dtype), buffers[place], order=order)
         if code == _SCALAR:
-            dtype, content = found
-            return np.frombuffer(content, _dtype(dtype))[0]
+            return np.frombuffer(found[1], _dtype(found[0]))[0]
         if code == _COMPLEX:
             return complex(*found)
         if code == _COMMIT:
@@ -98,11 +109,9 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 def _name_of(dtype: "np.dtype[Any]") -> str:
     """The name from which `_dtype` makes a dtype of numbers or texts; "" for other dtypes (objects, structures)."""
     for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
-        try:
+        with contextlib.suppress(TypeError, AttributeError):
             if not dtype.hasobject and _dtype(name) == dtype:
                 return name
-        except (TypeError, AttributeError):
-            continue
     return ""
 
 
@@ -114,7 +123,6 @@ def _dtype(name: str) -> "np.dtype[Any]":
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------
-
 
 FILE = "commit.mpistrat"  # the name of the file in a directory of commits
 _LOCK = "lock"
@@ -132,10 +140,7 @@ class DamagedCommitError(Exception):
 
 
 class Packed:
-    """A value that is ready to be written. The arrays of the value are not copied, and must not change before `write`.
-
-    `value`: Any value that `encode` accepts.
-    """
+    """A value that is ready to be written. The arrays are not copied, and must not change before `write`."""
 
     def __init__(self, value: object):
         encoded, buffers = encode(value)
@@ -163,10 +168,7 @@ class Packed:
 
 
 def read(memory: memoryview) -> Any:
-    """Return the value of the commit in `memory`. Its arrays are views of the memory.
-
-    Raises DamagedCommitError: The bytes are not a whole commit.
-    """
+    """The value of the commit in `memory`. Its arrays are views of the memory. Raises DamagedCommitError."""
     if memory.nbytes < _HEADER_BYTES:
         raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes. Received: {memory.nbytes} bytes")
     magic, checksum = _START.unpack_from(memory)
@@ -185,17 +187,10 @@ def read(memory: memoryview) -> Any:
 def claim(directory: Path) -> tuple[int, str]:
     """Lock a directory, so that only this job saves commits in it, and remove partial files of killed saves.
 
-    The kernel releases the lock when the process ends, for whatever reason.
+    Makes the directory if it does not exist. Returns the descriptor that holds the lock until it is closed, or until
+    the process ends; and why there is no lock, if the file system has no locks (some network file systems), else "".
 
-    Args:
-        directory: The directory, which is made if it does not exist. Its parent must exist.
-
-    Returns:
-        The descriptor that holds the lock while it is open, and "". If the file system has no locks, as some network
-        file systems, the second item is the reason why there is no lock.
-
-    Raises:
-        OSError: Another job holds the lock, the directory cannot be made, or other users can write to the directory.
+    Raises OSError: Another job holds the lock, the directory cannot be made, or other users can write to it.
     """
     own_directory(directory, 0o700, _OTHERS)
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -237,11 +232,9 @@ def save(packed: Packed, path: str) -> None:
 
 
 def load(path: str) -> Any:
-    """Return the value of the commit in a file.
+    """The value of the commit in a file. Raises DamagedCommitError.
 
-    Raises:
-        OSError: The file cannot be read, or may have been written by another user.
-        DamagedCommitError: The file is not a whole commit.
+    Raises OSError: The file cannot be read, or may have been written by another user.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

@@ -25,22 +25,18 @@ class ElasticJob:
     stay_s: float = 0.0  # How long an agent stays that cannot reach the supervisor's host.
 
     def to_text(self) -> str:
-        """The job as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> "ElasticJob":
-        """The inverse of to_text()."""
         found = json.loads(text)
         return cls(**{**found, "hosts": tuple(found["hosts"]), "newest": tuple(found["newest"])})
 
     def variable(self) -> dict[str, str]:
-        """The environment variable for the ranks."""
         return {RUN_ELASTIC: self.to_text()}
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes."""
         return bytes.fromhex(self.secret)
 
 

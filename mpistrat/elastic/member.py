@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import logging
 import mmap
 import os
@@ -32,10 +33,10 @@ from .agent import socket_name
 from .commits import CommitId, DamagedCommitError, Packed
 from .elastic_job import LEAVE_CODE, ElasticJob
 
+logger = logging.getLogger(__name__)
+
 # -- the connection to the agent --------------------------------------------------------------------------------------
 # The rank starts an agent if there is none, and continues an agent that is stopped.
-
-logger = logging.getLogger(__name__)
 
 _AGENT_LIMIT_S = 20.0  # for an agent to start, and to answer
 _AGENT_POLL_S = 0.02  # while it starts, which takes some tenths of a second
@@ -51,12 +52,10 @@ class AgentLostError(ElasticError):
 class AgentConnection:
     """Requests to the agent of this host. Thread-safe: replies arrive in the order of the requests.
 
-    Args:
-        take: Called with each message that is not an answer.
-        when_lost: Called when the agent has ended. `take` and `when_lost` are called in a thread of this object.
+    `take` is called with each message that is not an answer, and `when_lost` when the agent has ended, both in a thread
+    of this object.
 
-    Raises:
-        ElasticError: There is no agent, and no agent can be started.
+    Raises ElasticError: There is no agent, and no agent can be started.
     """
 
     def __init__(self, job: ElasticJob, take: Callable[[Message], None], when_lost: Callable[[], None]):
@@ -77,10 +76,7 @@ class AgentConnection:
         connection.read(self._take_next)
 
     def connect_again(self) -> bool:
-        """Connect to another agent if the agent is lost. Returns whether it was lost. For one thread only.
-
-        Raises ElasticError: There is no other agent, and no agent can be started.
-        """
+        """Connect to another agent if the agent is lost. Returns whether it was. Raises ElasticError."""
         if self._lost != self._number:
             return False
         self._connect()
@@ -103,9 +99,7 @@ class AgentConnection:
     def ask(self, **message: object) -> Message:
         """Send a message and wait for the answer.
 
-        Raises:
-            AgentLostError: The agent has ended.
-            ElasticError: The agent has not answered in time.
+        Raises AgentLostError: The agent has ended. ElasticError: The agent has not answered in time.
         """
         with self._asking:
             connection = self._connection
@@ -138,10 +132,8 @@ class AgentConnection:
 def connect_to_agent(job: ElasticJob) -> Connection:
     """Connect to the agent of this host, or start one if there is none. Raises ElasticError: No agent starts."""
     until = time.monotonic() + _AGENT_LIMIT_S
-    try:
+    with contextlib.suppress(OSError):  # This rank is the first to need an agent.
         return connect([socket_name(job)], job.key, _AGENT_LIMIT_S)
-    except OSError:
-        pass  # This rank is the first to need an agent.
     stopped = agent_process(job)
     if stopped is not None and stopped.is_stopped():
         _let_go_on(stopped)
@@ -161,10 +153,7 @@ def connect_to_agent(job: ElasticJob) -> Connection:
 
 
 def agent_process(job: ElasticJob) -> procfs.Process | None:
-    """Return the process of the agent of this host, which may be stopped.
-
-    Returns None if there is no agent, or if the agent is in another container or belongs to another user.
-    """
+    """The agent of this host, which may be stopped; None if it is missing, in another container, or another user's."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.setblocking(False)  # A blocking connect would wait if the listener's backlog is full.
         try:
@@ -179,10 +168,8 @@ def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
     how = "is killed and replaced" if is_killed else "is continued"
     logger.warning("mpistrat: the agent of this host (process %d) was stopped by a signal or a debugger. The agent %s, "
                    "since no commit can be kept without an agent.", process.pid, how)
-    try:
+    with contextlib.suppress(OSError):  # The agent has just ended.
         os.kill(process.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
-    except OSError:
-        pass  # The agent has just ended.
 
 
 def _start_agent(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
@@ -209,21 +196,18 @@ _END_S, _END_POLL_S = 10.0, 0.05  # for another agent to hear how this rank ends
 class Commit:
     """A commit that this process has made or restored."""
 
-    id: CommitId  # The id of the commit.
+    id: CommitId
     snapshot: Callable[[], Any]  # Returns the value, which no longer changes. Called in another thread.
     step: str  # The step of the training, as text for messages.
 
     def packed(self) -> Packed:
-        """The commit, ready to be written."""
         return Packed((self.id, self.snapshot()))
 
 
 class Member:
-    """One rank's part in an elastic job."""
-
     def __init__(self, job: ElasticJob, rank: int):
-        # why_leave: Why this generation ends at the next commit; "" if the generation goes on.
-        self.job, self.why_leave = job, ""
+        self.job, self._checkpoint_path = job, Path(job.checkpoint, commits.FILE)
+        self.why_leave = ""  # Why this generation ends at the next commit; "" if it goes on.
         self._rank, self._size, self._is_connected = rank, 0, False  # The size is known only after a loss.
         self._held: Commit | None = None  # the last one, for another agent
         self._pending: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -261,10 +245,8 @@ class Member:
     def connected(self) -> None:
         """Tell the agent that this rank has left init(). Local."""
         self._is_connected = True
-        try:
+        with contextlib.suppress(AgentLostError):  # `_join_again` tells the next agent.
             self._hello()
-        except AgentLostError:
-            pass  # `_join_again` tells the next agent.
 
     def _join_again(self) -> None:
         """Connect to a new agent, which this or another rank starts, and hand over the commit that this rank holds."""
@@ -293,10 +275,7 @@ class Member:
         return None if found is None else CommitId(found["generation"], found["number"])
 
     def read(self) -> Any:
-        """Return the value of the commit `newest`. Arrays in the value are views of shared memory. Local.
-
-        Raises DamagedCommitError: The bytes of the commit are damaged.
-        """
+        """The value of the commit `newest`; arrays are views of shared memory. Local. Raises DamagedCommitError."""
         found = self._welcome["newest"]
         with open(found["path"], "rb") as file:
             return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
@@ -306,17 +285,12 @@ class Member:
         return bool(self.job.checkpoint) and (is_last or number % self.job.checkpoint_every == 0)
 
     def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
-        """Hand over commit `number`. Waits for the previous commit, but not for this commit. Local.
+        """Hand over commit `number`, the same on all ranks. Waits for the previous commit, not for this one. Local.
 
-        Args:
-            number: The number of the commit, the same on all ranks.
-            snapshot: Returns the value, which no longer changes. Called in another thread.
-            step: The step of the training, as text for messages.
-            is_writer: Whether this rank writes the commit for its host.
-            is_saved: Whether this rank also saves the commit in the job's checkpoint directory.
+        `snapshot`, `step`: See Commit. `is_writer`: Whether this rank writes the commit for its host. `is_saved`:
+        Whether this rank also saves it in the job's checkpoint directory.
 
-        Raises:
-            ElasticError: The previous commit could not be written.
+        Raises ElasticError: The previous commit could not be written.
         """
         self.finish()
         self.number = number
@@ -328,11 +302,9 @@ class Member:
             self._held = commit
 
     def hold(self, commit: CommitId, snapshot: Callable[[], Any], step: str, is_writer: bool) -> None:
-        """Hold a commit that this rank has restored, for agents without this commit. Local; returns at once.
+        """Hold a commit that this rank has restored, and that at least one agent of this job has, for other agents.
 
-        Args:
-            commit: The id of the commit. At least one agent of this job has the commit.
-            snapshot, step, is_writer: See `commit`.
+        Local; returns at once. `snapshot`, `step`, `is_writer`: See `commit`.
         """
         self._held = held = Commit(commit, snapshot, step)
         if is_writer:
@@ -398,10 +370,6 @@ class Member:
                 if self._has_said_end:
                     return
                 self._join_again()
-
-    @property
-    def _checkpoint_path(self) -> Path:
-        return Path(self.job.checkpoint, commits.FILE)
 
     def saved(self) -> tuple[CommitId, Any] | None:
         """Return the id and the value of the commit in the job's checkpoint directory; None if there is none. Local.

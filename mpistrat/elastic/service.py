@@ -20,11 +20,10 @@ from typing import Any, cast
 
 from ..process import procfs
 from ..process.connection import Connection, Listening, Message
-from .agent_state import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
+from .agent import BEAT_S, HOST_LOST_AFTER_S, SILENT_S, STAY_S
 from .commits import CommitId
 from .elastic_job import ElasticJob
-from .orders import Action, Done, Leave, Limits, Say, Start, Stop
-from .supervisor_plan import Plan
+from .supervisor_plan import Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 logger = logging.getLogger(__name__)
 _DISCOVERY_S = 1.0  # between two searches for hosts
@@ -39,7 +38,7 @@ class Service:
 
     Args:
         hosts: The hosts at the start, each with its number of ranks.
-        find_hosts: Returns the hosts, each with its number of ranks, or None if they cannot be found now.
+        find_hosts: Returns the hosts likewise, or None if they cannot be found now.
         addresses: Names and addresses of this host, for the agents.
         say: Prints a sentence.
         stop: Ends a generation's mpirun. Called with its number, the reason, and whether all ranks have ended with 0.
@@ -82,13 +81,11 @@ class Service:
 
     def next_order(self, timeout_s: float) -> Start | Done | None:
         """Wait for the next order: start a generation, or end. Returns None without an order within `timeout_s`."""
-        try:
+        with contextlib.suppress(Empty):
             return self._orders.get(timeout=timeout_s)
-        except Empty:
-            return None
+        return None
 
     def job(self, generation: int) -> ElasticJob:
-        """The description of the job for the ranks of a generation."""
         newest = self._plan.newest
         return ElasticJob(self._name, self._secret, generation, self._addresses, self._port, *self._checkpoint,
                           newest=(newest.generation, newest.number), stay_s=self._stay_s)
@@ -96,10 +93,7 @@ class Service:
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
         """Take the ranks' reports on their start, which arrive in the output of mpirun.
 
-        Args:
-            generation: The generation of the ranks.
-            processes: The hostname and the pid of each rank that has started.
-            ended: The ranks that have ended without init().
+        `processes`: The hostname and the pid of each rank that has started. `ended`: Those that end without init().
         """
         self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
 
@@ -122,10 +116,7 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts repeatedly, and probe the hosts that the Plan wants to be probed.
-
-        Runs in a separate thread, since a program, a name server or a host may take long.
-        """
+        """Look for hosts, and probe those that the Plan asks for. In a thread, since programs and hosts may be slow."""
         known: dict[str, set[str]] = {}
         while True:
             found, asked = self._find_hosts(), self._asked
@@ -185,7 +176,11 @@ class Service:
                 silent = [host for connection, host in self._agents.items() if now - self._heard[connection] > SILENT_S]
                 return plan.generation_over(message["generation"], message["code"], now, message["has_started"], silent)
             if message["kind"] == "started":
-                self._await(message["generation"], message["processes"])
+                if message["generation"] == plan.generation:  # Watch the ranks' processes until they have said hello.
+                    self._awaited = {}
+                    for rank, (host, pid) in message["processes"].items():
+                        if rank not in plan.heard:
+                            self._awaited.setdefault(host, {})[rank] = pid
                 for rank in message["ended"]:
                     plan.missing(message["generation"], rank, now)
                 return []
@@ -203,13 +198,11 @@ class Service:
                 connection.send(kind="leave", generation=plan.leaving.generation, why=plan.leaving.why)
             plan.agent_found(self._agents[connection])
             return []
-        host = self._agents.get(connection)
-        if host is None:
+        if (host := self._agents.get(connection)) is None:
             return []
         if kind == "beat":
-            awaited = self._awaited.get(self._names[connection], {})
             connection.send(kind="beat", generation=plan.generation, sent=message["sent"],
-                            awaited=list(awaited.items()))
+                            awaited=list(self._awaited.get(self._names[connection], {}).items()))
             return []
         if kind == "cut off":
             return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
@@ -233,15 +226,6 @@ class Service:
         if kind == "died":
             return plan.died(host, pid, generation, now)
         return plan.ended(host, pid, generation, message["code"], message["why"], now)
-
-    def _await(self, generation: int, processes: Mapping[int, tuple[str, int]]) -> None:
-        """Watch the processes of ranks that have started, until the ranks have said hello."""
-        if generation != self._plan.generation:
-            return
-        self._awaited = {}
-        for rank, (host, pid) in processes.items():
-            if rank not in self._plan.heard:
-                self._awaited.setdefault(host, {})[rank] = pid
 
     def _without(self, connection: Connection, lost: Callable[[str, str, float], list[Action]], why: str, now: float
                  ) -> list[Action]:
@@ -267,8 +251,7 @@ class Service:
         self._listening.close()
         for connection in self._agents:
             connection.send(kind="end", why="the job is over")
-        until = time.monotonic() + _END_S
-        left = set(self._agents)
+        until, left = time.monotonic() + _END_S, set(self._agents)
         while left and time.monotonic() < until:
             try:
                 source, message = self._events.get(timeout=0.1)
@@ -279,8 +262,7 @@ class Service:
 
     def _listed(self, host: str, peer: str) -> str:
         """The name of an agent's host in the list of hosts."""
-        names = list(self._hosts)
-        short = host.partition(".")[0]
+        names, short = list(self._hosts), host.partition(".")[0]
         for name, addresses in self._hosts.items():
             if name.rpartition("@")[2].partition(".")[0] == short or peer in addresses:
                 return name
@@ -323,14 +305,10 @@ def _answering(addresses: Iterable[str]) -> set[str]:
 def addresses_towards(hosts: Iterable[str]) -> list[str]:
     """Names and addresses by which other hosts may reach this host; ["127.0.0.1"] if there are no other hosts."""
     found: list[str] = []
-    for host in hosts:
-        for address in _addresses_of(host.rpartition("@")[2]):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((address, 9))  # sends nothing
-                    found.append(probe.getsockname()[0])
-            except OSError:
-                continue
+    for address in (address for host in hosts for address in _addresses_of(host.rpartition("@")[2])):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            found.append(probe.getsockname()[0])
     others = list(dict.fromkeys(each for each in found if not each.startswith("127.") and each != "::1"))
     return [*others, os.uname().nodename, "127.0.0.1"] if others else ["127.0.0.1"]

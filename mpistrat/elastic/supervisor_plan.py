@@ -12,7 +12,58 @@ from dataclasses import dataclass, field
 from ..core.topology import rank_list
 from .commits import CommitId
 from .elastic_job import LEAVE_CODE
-from .orders import Action, Done, Leave, Limits, Say, Start, Stop
+
+# -- the limits, and the actions that the Plan returns -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    min_np: int = 1  # The least number of ranks.
+    max_np: int = 1  # The greatest number of ranks.
+    timeout_s: float = 600.0  # How long the job waits for `min_np` slots.
+    resets: int | None = None  # The most generations after the first that start because of a loss; None: no limit.
+    # How long a lost host is left out, the first time and at most; each loss doubles the time.
+    cooldown_s: tuple[float, float] = (30.0, 600.0)
+    restart_failed: bool = False  # Whether a new generation replaces lost ranks, at the next commit.
+
+
+@dataclass(frozen=True)
+class Start:
+    generation: int
+    ranks: int
+    hosts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Tell the ranks of `generation` to end at their next commit."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the mpirun of `generation` now. `is_done`: Whether all ranks have already ended with code 0."""
+
+    generation: int
+    why: str
+    is_done: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+Action = Start | Leave | Stop | Done | Say
+
 
 # -- the hosts ---------------------------------------------------------------------------------------------------------
 # The hosts on which a generation may start, and the hosts that are left out for a while.
@@ -21,41 +72,27 @@ ANSWER_S = 5.0  # How long an answer of a host counts.
 
 
 class Hosts:
-    """The hosts of a job, by name.
+    """The hosts of a job, by name. `cooldown_s`: See Limits. `own`: Names of the supervisor's host.
 
     A host is *reached* if its agent is connected, or if it is the supervisor's own host. It is *there* if it is reached
     or has just answered a probe. On lost hosts, and on new hosts of a running job, ranks start only if they are there.
-
-    Args:
-        cooldown_s: How long a lost host is left out, the first time and at most; each loss doubles the time.
-        own: Names of the supervisor's host, which is always there.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
         self._cooldown_s, self._own = cooldown_s, own
         self._cooled: dict[str, tuple[float, int]] = {}  # until when a host is left out, and how often it has been
         self._gone: dict[str, tuple[float, str]] = {}  # hosts without their agent: since when, and why
-        self._answered: dict[str, float] = {}  # the time of a host's last answer
-        self._trusted: set[str] = set()  # hosts on which ranks may start without a probe
+        self.answered: dict[str, float] = {}  # the time of a host's last answer
+        self.trusted: set[str] = set()  # hosts on which ranks may start without a probe
         self._vain: set[str] = set()  # hosts that answered when they were left out last
         self._kept: set[str] = set()  # hosts with a connected agent
         self.slots: dict[str, int] = {}  # The number of ranks for each host that discovery has found.
-
-    def found(self, slots: dict[str, int], is_first: bool) -> None:
-        """Discovery has found the hosts of `slots`. `is_first`: Whether no generation has started yet."""
-        self.slots = {host: count for host, count in slots.items() if count > 0}
-        if is_first:
-            self.trust(self.slots)
-
-    def answered(self, hosts: Collection[str], now: float) -> None:
-        """These hosts have answered a probe."""
-        self._answered.update(dict.fromkeys(hosts, now))
 
     def is_reached(self, host: str) -> bool:
         return host in self._kept or host in self._own
 
     def is_there(self, host: str, now: float) -> bool:
-        return self.is_reached(host) or now - self._answered.get(host, -math.inf) <= ANSWER_S
+        return self.is_reached(host) or now - self.answered.get(host, -math.inf) <= ANSWER_S
 
     def _is_rested(self, host: str, now: float) -> bool:
         return self._cooled.get(host, (now, 0))[0] <= now
@@ -67,7 +104,7 @@ class Hosts:
         cooldown is over (a firewall may drop the probes): waiting would not yield more.
         """
         found = {host: slots for host, slots in self.slots.items()
-                 if self._is_rested(host, now) and (host in self._trusted or self.is_there(host, now))}
+                 if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}
         return found if sum(found.values()) >= least else {
             host: slots for host, slots in self.slots.items() if self._is_rested(host, now) or self.is_reached(host)
             or (self.is_there(host, now) and host not in self._vain)}
@@ -76,10 +113,6 @@ class Hosts:
         """The number of ranks for each host with room: the `running` hosts, and hosts that are there."""
         return {host: slots for host, slots in self.slots.items()
                 if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
-
-    def trust(self, hosts: Iterable[str]) -> None:
-        """Let ranks start on these hosts without a further probe."""
-        self._trusted.update(hosts)
 
     def unreached(self, now: float, is_needed: bool) -> set[str]:
         """The hosts to probe: those that are not reached. `is_needed`: Whether to include left-out hosts."""
@@ -92,16 +125,15 @@ class Hosts:
         times = self._cooled.get(host, (0.0, 0))[1]
         seconds = min(first_s * 2 ** times, longest_s)
         self._cooled[host] = now + seconds, times + 1
-        self._trusted.discard(host)
+        self.trusted.discard(host)
         return seconds
 
     def agent_found(self, host: str) -> None:
         self._kept.add(host)
-        self._trusted.add(host)
+        self.trusted.add(host)
         self._gone.pop(host, None)
 
     def agent_gone(self, host: str, why: str, since: float) -> None:
-        """The connection to the agent of a host is closed."""
         self._kept.discard(host)
         self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
 
@@ -119,8 +151,6 @@ class Hosts:
 
 @dataclass
 class Process:
-    """A rank's process, as its agent has announced it."""
-
     rank: int
     host: str
     state: str = "runs"  # or "done", "failed", "left", "died"
@@ -130,17 +160,15 @@ class Process:
 
 @dataclass
 class Generation:
-    """The generation that runs."""
-
     number: int
-    ranks: int  # The number of ranks at the start.
-    hosts: dict[str, int]  # The number of ranks on each host.
-    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # By host and pid.
+    ranks: int  # at the start
+    hosts: dict[str, int]  # with the number of ranks of each
+    processes: dict[tuple[str, int], Process] = field(default_factory=dict)  # by host and pid
     size: int = 0  # The number of ranks now.
     has_committed: bool = False  # Whether a commit of this generation was kept.
     lost_at: float = math.inf  # The time of the first loss that is not mended; infinite: no such loss.
     ended_at: float = math.inf  # When the last rank has reported its end.
-    leaves: str = ""  # Why the generation ends at its next commit; "" if it goes on.
+    leaves: str = ""  # Why it ends at its next commit; "" if it goes on.
     is_stopped: bool = False  # Whether its mpirun was told to end.
     heard: set[int] = field(default_factory=set)  # The ranks that have said hello, by their numbers at the start.
     # The ranks whose processes have ended before a hello, each with the time at which this became known.
@@ -151,13 +179,7 @@ class Generation:
         return [process.state for process in self.processes.values()]
 
     @property
-    def are_all_connected(self) -> bool:
-        """Whether all ranks have left init(). Until then the ranks cannot mend the loss of a rank."""
-        return sum(process.is_connected for process in self.processes.values()) >= self.ranks
-
-    @property
     def has_loss(self) -> bool:
-        """Whether there is a loss that is not mended."""
         return self.lost_at < math.inf
 
     @property
@@ -170,17 +192,9 @@ class Generation:
         """Whether the generation was told to end at a commit, and all ranks have ended in this way."""
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
-    def hello(self, host: str, rank: int, pid: int, is_connected: bool) -> None:
-        """A rank has said hello: for the first time, after it left init(), or to a new agent."""
-        if (host, pid) not in self.processes:
-            self.heard.add(rank)
-            self.missing.pop(rank, None)
-        process = self.processes.setdefault((host, pid), Process(rank, host))
-        process.is_connected |= is_connected
-
-    def running_on(self, host: str) -> list[Process]:
-        """The processes of a host that have not ended."""
-        return [process for process in self.processes.values() if process.host == host and process.state == "runs"]
+    @property
+    def running(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.state == "runs"]
 
     def lose(self, processes: Iterable[Process], now: float) -> None:
         """These processes have ended without a report of their end."""
@@ -188,19 +202,11 @@ class Generation:
             process.state = "died"
             self.lost_at = min(self.lost_at, now)
 
-    def end(self, process: Process, code: int, now: float) -> None:
-        """A process has reported that it ends with exit code `code`."""
-        process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
-        if "runs" not in self.states:
-            self.ended_at = now
-        if process.state == "failed":
-            self.lost_at = min(self.lost_at, now)
-
     def rename(self, process: Process, rank: int, size: int) -> bool:
         """A rank goes on with a new number after a loss. Returns whether it is the first such rank."""
         process.rank, process.is_renamed = rank, True
         is_first, self.size = self.size != size, size
-        alive = [each for each in self.processes.values() if each.state == "runs"]
+        alive = self.running
         if sum(each.is_renamed for each in alive) == size:
             self.lost_at = math.inf
             for each in alive:
@@ -212,23 +218,16 @@ class Generation:
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
-# The most generations in a row without a new commit. Further generations would end in the same way.
-_MOST_FRUITLESS = 3
+_MOST_FRUITLESS = 3  # The most generations in a row without a new commit. Further ones would end in the same way.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 30.0
-# After a failure: how long the supervisor waits until it has heard from a silent agent, or has given up the agent.
-VERDICT_S = 5.0
-# While a generation runs: how long its ranks may take to replace an agent that has ended. The ranks end after 20 s
-# without an agent.
-RETURN_LIMIT_S = 25.0
+VERDICT_S = 5.0  # After a failure: until a silent agent must have been heard, or is given up.
+RETURN_LIMIT_S = 25.0  # for the ranks to replace an agent that has ended; they end after 20 s without an agent
 # After a failure: how long an agent may take to report how its ranks have ended. mpirun may end, because a host is
 # lost, before the supervisor knows of the loss.
 _TELL_S = 1.0
-# How long the ranks may take to mend a loss. Losses that are not mended by then cannot be mended.
-RECOVERY_LIMIT_S = 15.0
-# While a rank is in init(), no loss can be mended. In this time other ranks may still report the same error.
-START_LOSS_S = 2.0
-# How long mpirun may take to end after all ranks have reported their ends. It, or a rank in MPI_Finalize, may hang.
-END_LIMIT_S = 15.0
+RECOVERY_LIMIT_S = 15.0  # for the ranks to mend a loss; a loss that is not mended by then cannot be mended
+START_LOSS_S = 2.0  # While a rank is in init(), no loss can be mended. Other ranks may still report the same error.
+END_LIMIT_S = 15.0  # for mpirun to end after all ranks have reported their ends; it, or MPI_Finalize, may hang
 # The exit code after SIGTERM or SIGUSR1, unless a rank has failed: the job can be started again (EX_TEMPFAIL). Jobs
 # have this exit code in no other case, since batch scripts requeue a job with this code.
 PREEMPTED_CODE = 75
@@ -237,10 +236,8 @@ PREEMPTED_CODE = 75
 class Plan:
     """The decisions of the supervisor. Each method returns the actions to take, in order.
 
-    Args:
-        now: The time, in seconds from any origin, as in all methods.
-        saves: Whether commits are saved in files, so that a later job can go on from a commit.
-        own: Names of the supervisor's host.
+    `now` is the time, in seconds from any origin, as in all methods. `saves`: Whether commits are saved in files, so
+    that a later job can go on from a commit. `own`: See Hosts.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -256,20 +253,20 @@ class Plan:
         self._preempted = ""  # the signal by which the job ends at the next commit
         self._is_done = False
         self._step = ""  # of the newest commit
-        # generation: The number of the newest generation; 0 before the first one.
-        # newest: The newest commit that an agent has kept.
-        self.generation, self.newest = 0, CommitId(0, 0)
+        self.generation = 0  # The number of the newest generation; 0 before the first one.
+        self.newest = CommitId(0, 0)  # The newest commit that an agent has kept.
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
     def hosts_found(self, hosts: dict[str, int], now: float) -> list[Action]:
         """Discovery has found `hosts`, each with its number of ranks."""
-        self._hosts.found(hosts, is_first=not self.generation)
+        self._hosts.slots = {host: slots for host, slots in hosts.items() if slots > 0}
+        if not self.generation:
+            self._hosts.trusted.update(self._hosts.slots)
         running = self._running
         if running is None or running.leaves or running.is_stopped:
             return []
-        gone = sorted(host for host in running.hosts if host not in hosts)
-        if gone:
+        if gone := sorted(host for host in running.hosts if host not in hosts):
             return self._leave(f"{' and '.join(gone)} leave{'s' if len(gone) == 1 else ''} the job")
         return self._grow(now)
 
@@ -278,13 +275,12 @@ class Plan:
         running = self._running
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
-        # The slot of a lost rank does not count as room, unless lost ranks are replaced (`restart_failed`).
         hosts = self._hosts.room(running.hosts, now)
         room = min(self._limits.max_np, sum(hosts.values()))
-        now_there = running.size if self._limits.restart_failed else running.ranks
-        if room <= now_there:
+        # The slot of a lost rank does not count as room, unless lost ranks are replaced.
+        if room <= (running.size if self._limits.restart_failed else running.ranks):
             return []
-        self._hosts.trust(hosts)  # The next commit may be far, and an answer old by then.
+        self._hosts.trusted.update(hosts)  # The next commit may be far, and an answer old by then.
         return self._leave(f"there is room for {room} ranks instead of {running.size}")
 
     def _leave(self, why: str) -> list[Action]:
@@ -312,17 +308,14 @@ class Plan:
 
     def answered(self, hosts: Collection[str], now: float) -> list[Action]:
         """Some of the `asked` hosts have answered, so these hosts and the network to them are up."""
-        self._hosts.answered(hosts, now)
+        self._hosts.answered.update(dict.fromkeys(hosts, now))
         return self._grow(now)
 
     def agent_found(self, host: str) -> None:
         self._hosts.agent_found(host)
 
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """The connection to the agent of a host is closed.
-
-        While the generation runs, the agent may reconnect, or the ranks of the host may start another agent.
-        """
+        """The connection to the agent of a host is closed. While a generation runs, an agent may connect again."""
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
@@ -341,7 +334,7 @@ class Plan:
                 if not self._hosts.is_reached(host) and self._awaited.pop(host, None) is not None:
                     self._hosts.cool(host, now)
                     actions.append(Say(f"{host} is lost: {why}"))
-            elif processes := running.running_on(host):
+            elif processes := [process for process in running.running if process.host == host]:
                 self._hosts.cool(host, now)
                 running.lose(processes, now)
                 # No mpirun (Open MPI, MPICH) survives the loss of a host: it ends the job, or waits for minutes.
@@ -357,56 +350,57 @@ class Plan:
 
     # -- what ranks say, through their agents -------------------------------------------------------------------------
 
-    def _process(self, host: str, pid: int, generation: int) -> tuple[Generation, Process] | None:
+    def _process(self, host: str, pid: int, generation: int, ends: bool = False) -> tuple[Generation, Process] | None:
         """The process `pid` of the running generation; None if it has ended, or is of another generation."""
-        running = self._running
-        if running is None or running.number != generation:
-            return None
-        process = running.processes.get((host, pid))
-        return None if process is None or process.state != "runs" else (running, process)
-
-    def _note_end(self, host: str, pid: int) -> None:
-        if pid in self._awaited.get(host, ()):
+        if ends and pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
                 del self._awaited[host]
+        running = self._generation(generation)
+        process = None if running is None else running.processes.get((host, pid))
+        return None if running is None or process is None or process.state != "runs" else (running, process)
+
+    def _generation(self, number: int) -> Generation | None:
+        return self._running if self._running is not None and self._running.number == number else None
 
     def missing(self, generation: int, rank: int, now: float) -> None:
         """The process that mpirun started for this rank has ended. No effect if the rank has already said hello."""
-        running = self._running
-        if running is not None and running.number == generation and rank not in running.heard:
+        if (running := self._generation(generation)) is not None and rank not in running.heard:
             running.missing.setdefault(rank, now)
 
     def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
-        """A rank is in init(), or has left init() (`is_connected`)."""
-        if self._running is not None and self._running.number == generation:
-            self._running.hello(host, rank, pid, is_connected)
+        """A rank is in init(), has left init() (`is_connected`), or has a new agent."""
+        if (running := self._generation(generation)) is not None:
+            if (host, pid) not in running.processes:
+                running.heard.add(rank)
+                running.missing.pop(rank, None)
+            running.processes.setdefault((host, pid), Process(rank, host)).is_connected |= is_connected
 
     def committed(self, commit: CommitId, step: str) -> None:
         """An agent has kept a commit."""
-        if self._running is not None and self._running.number == commit.generation:
-            self._running.has_committed = True
+        if (running := self._generation(commit.generation)) is not None:
+            running.has_committed = True
         if commit >= self.newest:
             self.newest, self._step = commit, step
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
         """The process of a rank has ended without a report of its end."""
-        self._note_end(host, pid)
-        if (found := self._process(host, pid, generation)) is None:
+        if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
         running.lose([process], now)
         return [] if running.is_stopped else [Say(f"rank {process.rank} on {host} (process {pid}) has died")]
 
     def ended(self, host: str, pid: int, generation: int, code: int, why: str, now: float) -> list[Action]:
-        """A rank has reported that it ends with exit code `code`."""
-        self._note_end(host, pid)
-        if (found := self._process(host, pid, generation)) is None:
+        if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
-        running.end(process, code, now)
+        process.state = "done" if code == 0 else "left" if code == LEAVE_CODE else "failed"
+        if not running.running:
+            running.ended_at = now
         if process.state != "failed":
             return []
+        running.lost_at = min(running.lost_at, now)
         return [Say(f"rank {process.rank} on {host} ends with exit code {code}" + (f" ({why})" if why else ""))]
 
     def renamed(self, host: str, pid: int, generation: int, rank: int, size: int, now: float) -> list[Action]:
@@ -421,8 +415,7 @@ class Plan:
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
         """A rank of the host has received the signal by which a batch system announces the host's preemption."""
-        running = self._running
-        if running is None or running.number != generation:
+        if (running := self._generation(generation)) is None:
             return []
         self._hosts.cool(host, now)
         return [] if running.leaves else self._leave(f"{host} is taken away ({why})")
@@ -430,12 +423,7 @@ class Plan:
     # -- the generation, the user, and the time ------------------------------------------------------------------------
 
     def signalled(self, name: str, code: int, is_urgent: bool, now: float) -> list[Action]:
-        """The supervisor has received a signal.
-
-        Args:
-            code: The exit code, if `is_urgent`.
-            is_urgent: Whether the job ends at once, as by Ctrl-C; else at the next commit.
-        """
+        """The supervisor has received a signal. The job ends at once, with exit code `code`, or at the next commit."""
         if self._is_done:
             return []
         if is_urgent:
@@ -448,13 +436,11 @@ class Plan:
 
     def generation_over(self, generation: int, code: int, now: float, has_started: bool = True,
                         silent: Collection[str] = ()) -> list[Action]:
-        """The mpirun of the generation has ended.
+        """The mpirun of the generation has ended with exit code `code`, which is that of the job if the job has failed.
 
-        Args:
-            code: The exit code of mpirun, which becomes the exit code of the job if the job has failed.
-            has_started: Whether processes have started on all hosts. If not, the hosts that were not reached are left
-                out for a while, and the generation counts neither as a failure nor as a loss.
-            silent: The hosts whose agents have been silent for longer than usual, but are not given up yet.
+        `has_started`: Whether processes have started on all hosts. If not, the hosts that were not reached are left out
+        for a while, and the generation counts neither as a failure nor as a loss. `silent`: The hosts whose agents have
+        been silent for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:
@@ -498,19 +484,6 @@ class Plan:
         if running.has_left:
             self._start_at = self._verdict_at = now
             return []
-        return self._count_failure(running, code, now)
-
-    @property
-    def _named(self) -> str:
-        """The newest commit, as text for messages."""
-        return str(self.newest) + (f" ({self._step})" if self._step else "")
-
-    @property
-    def _last(self) -> str:
-        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
-        return f"; the last is {self._named}" if self.newest.number else ""
-
-    def _count_failure(self, running: Generation, code: int, now: float) -> list[Action]:
         self._resets += 1
         self._fruitless += not running.has_committed
         limit = self._limits.resets
@@ -524,6 +497,16 @@ class Plan:
         self._start_at = now + wait_s
         return []
 
+    @property
+    def _named(self) -> str:
+        """The newest commit, as text for messages."""
+        return str(self.newest) + (f" ({self._step})" if self._step else "")
+
+    @property
+    def _last(self) -> str:
+        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
+        return f"; the last is {self._named}" if self.newest.number else ""
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed. To be called at least once per second."""
         if self._is_done:
@@ -534,7 +517,9 @@ class Plan:
                 return lost
             if absent := sorted(rank for rank, since in running.missing.items() if now - since > START_LOSS_S):
                 return self._stop(f"ranks {rank_list(absent)} ended before init()")
-            if not running.are_all_connected and now - running.lost_at > START_LOSS_S:
+            # The ranks cannot mend the loss of a rank until all of them have left init().
+            connected = sum(process.is_connected for process in running.processes.values())
+            if connected < running.ranks and now - running.lost_at > START_LOSS_S:
                 return self._stop("a rank was lost before all had left init()")
             if now - running.lost_at > RECOVERY_LIMIT_S:
                 return self._stop(f"a loss was not mended within {RECOVERY_LIMIT_S:g} s")
@@ -560,11 +545,12 @@ class Plan:
         return [self._started(usable)]
 
     def _started(self, usable: dict[str, int]) -> Start:
-        ranks, hosts, left = min(self._limits.max_np, sum(usable.values())), {}, self._limits.max_np
+        hosts, left = {}, self._limits.max_np
         for host, slots in usable.items():
             if left > 0:
                 hosts[host] = min(slots, left)
                 left -= hosts[host]
+        ranks = sum(hosts.values())
         self.generation += 1
         self._awaited.clear()
         self._running = Generation(self.generation, ranks, hosts, size=ranks)

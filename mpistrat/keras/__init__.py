@@ -24,7 +24,7 @@ if _keras.backend.backend() != "tensorflow":
 
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
-from ..process.garbage import freeze_libraries as _freeze_libraries
+from ..process.launch_env import freeze_libraries as _freeze_libraries
 from ..tensorflow.compression import Compression
 from ..tensorflow.kerases import is_keras2_in_use as _is_keras2_in_use
 from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]

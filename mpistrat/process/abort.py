@@ -9,19 +9,23 @@ the other ranks without a limit. All functions are local.
 import atexit
 import contextlib
 import faulthandler
+import math
 import os
 import platform
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from types import ModuleType, TracebackType
+from collections.abc import Callable, MutableMapping
+from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
-from ..core import forked
+from ..core import forked, signal_handlers
 from ..core.errors import CollectiveError, SettingsError, StallError
-from . import exit_code, hand_on, launcher_watch, report
+from . import exit_code, launcher_watch, report
 from .error_text import OWN_ERRORS, ErrorText, describe
 from .launch_env import launched_rank
+from .launchers import launcher_of
 
 # Ranks that cannot reach each other detect a stall at different times, each after its own wait. If the first of them
 # aborted at once, the others would not get to raise their error.
@@ -56,12 +60,11 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
     finally:
         # Also if printing fails: a launcher that has already ended no longer reads the output.
         launcher_watch.notify_abort(os.environ)
-        try:
+        # If there is no stderr to print to, MPI_Abort runs without a limit.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
             # Ends this process if MPI_Abort, which waits for the launcher, does not return. faulthandler's thread does
             # not need the GIL, which mpi4py does not release during MPI_Abort.
             faulthandler.dump_traceback_later(_ABORT_LIMIT_S, exit=True)
-        except (AttributeError, OSError, ValueError, RuntimeError):
-            pass  # There is no stderr to print to, so MPI_Abort runs without a limit.
         mpi.COMM_WORLD.Abort(code)
 
 
@@ -70,16 +73,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
 
     At the prompt of interactive Python an exception is only printed, and the session continues.
 
-    Args:
-        mpi: The module mpi4py.MPI.
-        rank: This rank in MPI_COMM_WORLD.
-        host: The name of this host.
-        skip_finalize: Makes this process end without MPI_Finalize. If given, the job outlives the loss of a rank:
-            an exception, or sys.exit with a code other than 0, ends this rank alone.
+    `rank`: This rank in MPI_COMM_WORLD. `skip_finalize`: Makes this process end without MPI_Finalize. If given, the job
+    outlives the loss of a rank: an exception, or sys.exit with a code other than 0, ends this rank alone.
     """
-    previous = sys.excepthook
     if isinstance(sys, _Sys):
         return
+    previous = sys.excepthook
     exit_code.note()
     is_reported = bool(report.mode(os.environ))
     # A hook of the script, or of a library of the script, is called in any case: the hook may do more than print.
@@ -100,7 +99,7 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         finally:
             is_interrupt = issubclass(kind, KeyboardInterrupt)
             code = _INTERRUPTED if is_interrupt else 1
-            if is_interrupt and hand_on.is_interrupted:
+            if is_interrupt and _is_interrupted:
                 # The other ranks are interrupted too, and may still save. So this rank leaves as at a normal end.
                 report.announce(rank, host, code, text, os.environ, ends_job=False)
             elif skip_finalize is None:
@@ -122,7 +121,8 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
         if skip_finalize is not None and (_leaves or ended is not None):
             skip_finalize()
 
-    _Sys._keep_hook(hook)
+    _Sys._ours = sys.excepthook = hook  # Python calls it for uncaught exceptions from now on.
+    sys.__class__ = _Sys
     # Python runs exit handlers in reverse order: `end` runs after shutdown(), which init() registers later. `end` is
     # registered here, since shutdown() may run when the script is already ending, too late to register a handler.
     atexit.register(end)
@@ -139,12 +139,6 @@ class _Sys(ModuleType):
 
     _ours: Hook
     _theirs: Hook | None = None  # what was assigned to sys.excepthook
-
-    @classmethod
-    def _keep_hook(cls, hook: Hook) -> None:
-        """Make Python call `hook` for uncaught exceptions from now on."""
-        cls._ours = sys.excepthook = hook
-        sys.__class__ = cls
 
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
@@ -213,22 +207,86 @@ def end_job_for_sys_exit(waiting: str) -> None:
 
     `waiting`: A text on the ranks that wait for this rank, and on the operation that they wait for.
     """
-    ended = exit_code.final()
-    if ended is not None:
+    if ended := exit_code.final():
         code, call = ended
         end_job_at_exit(f"{call}, while other ranks wait for this one: {waiting.partition('. ')[0]}", code)
 
 
 def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) -> float:
-    """Return how long this rank waits before it ends the job.
+    """Return how long this rank waits before it ends the job, until the other ranks have printed their errors.
 
-    All ranks raise the errors of collectives, and mostly the errors of the script too, so this rank waits until the
-    other ranks have printed their errors. `mpistrat run` prints equal errors once; without it, one traceback of an
-    error of the script is enough. The waits differ by rank because Open MPI 5's mpirun has been seen to hang, with no
-    rank left, after several ranks had aborted at the same moment.
+    All ranks raise the errors of collectives, and mostly the errors of the script too. `mpistrat run` prints equal
+    errors once; without it, one traceback of an error of the script is enough. The waits differ by rank because Open
+    MPI 5's mpirun has been seen to hang, with no rank left, after several ranks had aborted at the same moment.
     """
     is_of_collective = isinstance(error, CollectiveError | SettingsError) or message.startswith(OWN_ERRORS)
     if isinstance(error, KeyboardInterrupt) or not (is_reported or is_of_collective):
         return 0.0
     spread_s = _STALL_SPREAD_S if isinstance(error, StallError) else 0.0
     return 0.5 + 0.25 * min(rank, 8) + (_EXIT_SPREAD_S if message.startswith(_SHUTDOWN_ERROR) else spread_s)
+
+
+# -- SIGTERM and Ctrl-C of `mpistrat run` ------------------------------------------------------------------------------
+# Both reach the scripts of all ranks, which then have time to save. Open MPI's mpirun forwards neither of the signals:
+# it ends all ranks within a second, for which PRRTE has no setting (`prte_odls_base_default_kill_local_procs` in
+# src/mca/odls/base/odls_base_default_fns.c). But it forwards other signals to the ranks of all hosts
+# (`ess_base_forward_signals` is "all"). Of these, programs ignore SIGURG and SIGCONT by default. All others would end a
+# shell around the script, or a process that loads data. So `mpistrat run` sends SIGURG to mpirun, and a rank that
+# receives SIGURG sends itself SIGTERM, or SIGINT if SIGCONT has arrived just before SIGURG. MPICH's mpiexec forwards
+# SIGTERM and SIGINT.
+#
+# Python's own handler of SIGINT raises KeyboardInterrupt in the main thread at once, which may be in the middle of a
+# collective. So the ranks use api/interrupt.py instead.
+
+_TOGETHER_S = 3.0  # between SIGCONT and SIGURG of a Ctrl-C. SIGCONT alone comes from a terminal (Ctrl-Z, fg).
+_SWAPPED_S = 0.2  # The kernel may deliver the two to two threads (wants_signal in kernel/signal.c), in either order.
+# Whether Ctrl-C has reached all ranks, so that a rank that ends because of Ctrl-C need not end the other ranks.
+_is_interrupted = False
+
+
+def hand_on(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], None]) -> None:
+    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM or SIGINT, and report to `mpistrat run`.
+
+    Local; init() calls it when the ranks are connected. Does nothing without `mpistrat run`, in a thread other than the
+    main one, and if the script handles SIGURG.
+    `interrupt`: Makes this process receive SIGINT soon. Called in a signal handler, so it must return at once.
+    """
+    if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \
+            or signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:
+        return
+    process, continued_at = os.getpid(), -math.inf
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal continued_at
+        continued_at = time.monotonic()
+
+    def is_ctrl_c() -> bool:
+        return time.monotonic() - continued_at < _TOGETHER_S
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        global _is_interrupted
+        # mpirun signals the process group. The rank itself ends its forked processes, which load data.
+        if os.getpid() == process:
+            if not is_ctrl_c():
+                time.sleep(_SWAPPED_S)  # Meanwhile, or right after, `note` may run.
+            _is_interrupted = is_ctrl_c()
+            if _is_interrupted:
+                interrupt()
+            else:
+                os.kill(process, signal.SIGTERM)
+
+    def take_first(number: int, frame: FrameType | None) -> None:
+        global _is_interrupted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _is_interrupted = True
+        interrupt()
+
+    signal_handlers.harmless.update((note, handle, take_first))
+    signal.signal(signal.SIGURG, handle)
+    if signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
+        signal.signal(signal.SIGCONT, note)
+    launcher = launcher_of(environ)
+    if launcher is not None and launcher.handed_on.get(signal.SIGINT) == (signal.SIGINT,) \
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, take_first)
+    report.tell(rank, report.HANDS_ON, environ)

@@ -8,6 +8,7 @@ The kernel closes a connection when a process ends, for whatever reason, and wak
 Keep-alive probes detect a host that is down.
 """
 
+import contextlib
 import hmac
 import json
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-Address = tuple[str, int] | str
+Address = tuple[str, int] | str  # IP address and port, or the name of a Unix socket
 _ADDRESS_LIMIT_S = 3.0  # for one of several addresses; a host that drops packets never answers
 _PROOF_LIMIT_S = 5.0
 _NONCE_BYTES = 32
@@ -47,10 +48,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 class Connection:
     """One end of a connection. Any thread may send; one thread reads.
 
-    Args:
-        stream: The stream, both ends of which have proved that they know the secret.
-        own: The address of this end: IP address and port, or the name of a Unix socket.
-        peer: The address of the other end.
+    `stream`: Both ends have proved that they know the secret. `own`, `peer`: The addresses of this and the other end.
     """
 
     def __init__(self, stream: "Stream[bytes, bytes]", own: Address, peer: Address):
@@ -61,11 +59,9 @@ class Connection:
             self.probe(_PROBE_S, _SILENT_S)
 
     def probe(self, every_s: float, limit_s: float) -> None:
-        """Make the kernel probe the other end while nothing arrives, and close after `limit_s` without an answer.
+        """Make the kernel probe the other end every `every_s` (at least 1) while nothing arrives.
 
-        Args:
-            every_s: Seconds between two probes, at least 1.
-            limit_s: Seconds without an answer to a probe, or to sent data, after which the kernel closes.
+        The kernel closes the connection after `limit_s` without an answer to a probe, or to sent data.
         """
         with socket.socket(fileno=os.dup(self._stream.fileno())) as shared:
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -79,22 +75,17 @@ class Connection:
 
     def send(self, **message: object) -> bool:
         """Send a message. Returns whether the connection is still open."""
-        try:
-            with self._lock:
-                self._stream.send_bytes(json.dumps(message).encode())
+        with contextlib.suppress(OSError), self._lock:  # The reader of this connection notices the end too.
+            self._stream.send_bytes(json.dumps(message).encode())
             return True
-        except OSError:
-            return False  # The reader of this connection notices and reports the end too.
+        return False
 
     def poll(self, limit_s: float | None) -> bool:
         """Wait for at most `limit_s`. Returns whether a message, or the end of the connection, has arrived."""
         return self._stream.poll(limit_s)
 
     def receive(self) -> Message:
-        """Wait for a message and return it.
-
-        Raises OSError: The other end has closed the connection, or has ended, or its host is down.
-        """
+        """Wait for a message. Raises OSError: The other end has closed the connection or ended, or its host is down."""
         try:
             found = json.loads(self._stream.recv_bytes(_MOST_BYTES))
         except EOFError:
@@ -124,7 +115,7 @@ class Connection:
 
 
 def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Connection:
-    """Return a connection to the process that listens at one of `addresses`: (host, port), or an abstract name.
+    """Return a connection to the process that listens at one of `addresses`.
 
     Raises OSError: No address answers within `limit_s`, or the listening process does not know the secret. The
     `__cause__` is the error of the last address; None if there is no address.
@@ -158,10 +149,7 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Conn
 class Listening:
     """Accepts connections. For each connection, a thread checks that the other end knows the secret.
 
-    Args:
-        listener: A listening socket. `close` closes it.
-        secret: The secret of the job.
-        greet: Called with each new connection, in the thread of the connection.
+    `listener`: A listening socket, which `close` closes. `greet`: Called with each new connection, in its thread.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Connection], None]):
@@ -215,19 +203,14 @@ class Listening:
     def close(self) -> None:
         """Accept no more connections. Accepted connections stay open. May be called twice."""
         self._is_closed = True
-        try:
+        with contextlib.suppress(OSError):  # It is closed.
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread that accepts.
-        except OSError:
-            pass  # It is closed.
         self._listener.close()
 
 
 def _shut_down(stream: "Stream[bytes, bytes]") -> None:
-    with socket.socket(fileno=os.dup(stream.fileno())) as shared:
-        try:
-            shared.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # The other end has closed it.
+    with socket.socket(fileno=os.dup(stream.fileno())) as shared, contextlib.suppress(OSError):
+        shared.shutdown(socket.SHUT_RDWR)  # OSError: The other end has closed it.
 
 
 def _received(stream: "Stream[bytes, bytes]") -> bytes:

@@ -5,6 +5,7 @@ alone, before the script can import numpy: libraries size their thread pools by 
 A CPU is a hardware thread, as in Linux' affinity masks.
 """
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozens
     """Group `cpus` by core. Returns the CPUs of each core, with the cores of a socket next to each other."""
     cores: dict[tuple[int, frozenset[int]], set[int]] = {}
     for cpu in sorted(cpus):
+        topology = system / f"cpu{cpu}" / "topology"
         try:
-            topology = system / f"cpu{cpu}" / "topology"
             socket = int((topology / "physical_package_id").read_text())
             siblings = parse_list((topology / "thread_siblings_list").read_text())
         except (OSError, ValueError):
@@ -56,15 +57,12 @@ def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[i
     """The CPUs that a rank takes: an equal number of cores for each rank of a host, and each core for one rank.
 
     Remaining cores, if the cores do not divide evenly, stay free. If each rank has a GPU, the ranks whose GPUs are near
-    the same CPUs share these CPUs.
+    the same CPUs share these CPUs. Returns None if there are fewer cores than ranks.
 
     Args:
         cpus: The CPUs that the job may use on this host.
-        rank, size: The local rank on the host, and the number of ranks of the host.
+        rank, size: The local rank, and the number of ranks of the host.
         near: The CPUs near each GPU of the host. Rank r uses GPU r.
-
-    Returns:
-        The CPUs; None if there are fewer cores than ranks.
     """
     if size <= len(near):
         beside = [near[other] & cpus for other in range(size)]
@@ -80,18 +78,15 @@ def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[i
 def take(cpus: Collection[int]) -> None:
     """Let all threads of this process, and all threads started later, run only on `cpus`. Raises OSError."""
     for thread in os.listdir("/proc/self/task"):
-        try:
+        with contextlib.suppress(ProcessLookupError):  # The thread has ended meanwhile.
             os.sched_setaffinity(int(thread), cpus)
-        except ProcessLookupError:
-            continue  # The thread has ended meanwhile.
 
 
 def take_share_at_start(place: tuple[int, int] | None, environ: Mapping[str, str]) -> frozenset[int]:
     """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs the result.
 
-    `place`: The local rank, and the number of ranks of the host; None: not known.
-
-    Returns the CPUs that the rank has taken; an empty set if it has taken no share.
+    `place`: The local rank, and the number of ranks of the host; None: not known. Returns the CPUs of the share; an
+    empty set if the rank has taken no share.
     """
     cpus = own_cpus()
     if place is not None and place[1] > 1 and cpus:

@@ -1,8 +1,4 @@
-"""A rank ends when its launcher has ended. LauncherWatch checks the launcher once per second in a separate thread.
-
-Normally the launcher (mpirun or srun) ends last and ends the ranks. If the launcher is killed (kill -9, out of memory),
-or its host leaves the job, the ranks may go on: some hang in MPI, others train and their results are lost. The MPI
-library detects the end of the launcher in only some of its calls.
+"""The launcher of a rank: a rank ends when its launcher has ended, and a child process of a rank is not a rank.
 
 The launcher is the nearest ancestor process whose environment does not have this rank's identity
 (`launch_env.identity`). On the launcher's own host this is mpirun; on other hosts it is mpirun's daemon (prted,
@@ -10,6 +6,7 @@ hydra_pmi_proxy); under Slurm it is slurmstepd. Shells, debuggers and profilers 
 rank's environment, so the search passes over them.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +15,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
+from ..core.errors import NotInitializedError
+from ..core.forked import RANK_PROCESS
 from ..core.tuning import LAUNCHER_POLL_S
 from . import procfs
 from .launch_env import RUN_NAME, identity
@@ -26,12 +25,17 @@ from .procfs import Process
 logger = logging.getLogger(__name__)
 
 ABORTED = signal.SIGURG  # sent to `mpistrat run` when a rank ends the job; the default action of SIGURG is to ignore it
+_STARTED = ("this process was started by a rank (process {rank}), and is not a rank: only process {rank} can call "
+            "init(). If multiprocessing started this process, it imported the script again. Then put the code that "
+            "only the rank must run under: if __name__ == '__main__':")
 
 
 class LauncherWatch:
-    """Ends this process when the launcher has ended, until `stop` is called.
+    """Ends this process when `launcher` has ended, until `stop` is called. A separate thread looks once per second.
 
-    `launcher`: The result of `launcher_here`.
+    Normally the launcher (mpirun or srun) ends last and ends the ranks. If the launcher is killed (kill -9, out of
+    memory), or its host leaves the job, the ranks may go on: some hang in MPI, others train and their results are lost.
+    The MPI library detects the end of the launcher in only some of its calls.
     """
 
     def __init__(self, launcher: Process):
@@ -55,17 +59,13 @@ class LauncherWatch:
 def end_now(why: str, code: int) -> NoReturn:
     """End this process and its child processes. Makes no call that can block: no flush, no lock, no MPI."""
     text = f"[mpistrat] this rank (process {os.getpid()}) ends, because {why}\n"
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # There is no stderr, or it has no reader.
         # stderr may be a full pipe without a reader, so the write must not block.
         os.set_blocking(sys.__stderr__.fileno(), False)  # type: ignore[union-attr]
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
-    except (AttributeError, OSError, ValueError):
-        pass  # There is no stderr, or it has no reader.
     for process in workers_of(os.getpid(), os.getpgrp(), procfs.running()):
-        try:
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
             os.kill(process.pid, signal.SIGKILL)
-        except OSError:
-            pass  # It has ended, or belongs to another user.
     os._exit(code)
 
 
@@ -78,39 +78,39 @@ def launcher_here(environ: Mapping[str, str]) -> Process | None:
     """Return the launcher of this process, or None if /proc does not show one. `environ`: this process' environment."""
     if not identity(environ):
         return None
-    ancestors = ((process, procfs.environment_of(process.pid)) for process in procfs.ancestors(os.getpid()))
-    launcher = launcher_among(identity(environ), ancestors)
+    launcher = start_of_rank(environ)[1]
     logger.debug("process %d: the launcher is process %s", os.getpid(), None if launcher is None else launcher.pid)
     return launcher
 
 
-def start_of_rank(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the pid of the process that this rank's launcher has started, and the pid of the launcher.
+def start_of_rank(environ: Mapping[str, str]) -> tuple[int, Process | None]:
+    """Return the pid of the process that this rank's launcher has started, and the launcher.
 
-    The started process is this process, or a shell or wrapper around this process. The pid of the launcher is 0 if
-    /proc does not show the launcher. `environ`: See `launcher_here`.
+    The started process is this process, or a shell or wrapper around this process. The launcher is None if /proc does
+    not show it. `environ`: This process' environment.
     """
     first = os.getpid()
     for process in procfs.ancestors(first):
+        # The environment cannot be read if the process belongs to another user, as the processes of Slurm do.
         if identity(procfs.environment_of(process.pid) or {}) != identity(environ):
-            return first, process.pid
+            return first, process
         first = process.pid
-    return first, 0
+    return first, None
 
 
-def launcher_among(own: tuple[str, ...],
-                   ancestors: Iterable[tuple[Process, Mapping[str, str] | None]]) -> Process | None:
-    """Return the nearest of the ancestors that does not have the rank's identity.
+def require_own_place(environ: Mapping[str, str]) -> None:
+    """Raise NotInitializedError if this process has inherited its identity from a rank.
 
-    Args:
-        own: The rank's identity (`launch_env.identity`).
-        ancestors: From the parent upwards, each with its environment. The environment is None if it cannot be read,
-            because the process belongs to another user, as the processes of Slurm do.
+    MPI would mistake this process for the rank. A child process calls init() by mistake with multiprocessing's "spawn"
+    start method, which imports the script again in a new process. A process that mpirun started is accepted, even if a
+    rank started that mpirun, since mpirun gave it a new identity. Without a launcher every process is accepted.
     """
-    for process, environ in ancestors:
-        if environ is None or identity(environ) != own:
-            return process
-    return None
+    number = environ.get(RANK_PROCESS, "")
+    own = identity(environ)
+    if own and number.isdigit() and int(number) != os.getpid():
+        is_descendant = any(process.pid == int(number) for process in procfs.ancestors(os.getpid()))
+        if is_descendant and identity(procfs.environment_of(int(number)) or {}) == own:
+            raise NotInitializedError(_STARTED.format(rank=number))
 
 
 def notify_abort(environ: Mapping[str, str]) -> None:
@@ -125,7 +125,5 @@ def notify_abort(environ: Mapping[str, str]) -> None:
         return
     is_started_by_rank = bool(identity(procfs.environment_of(launcher.pid) or {}))
     if not is_started_by_rank and any(process.pid == int(number) for process in procfs.ancestors(launcher.pid)):
-        try:
+        with contextlib.suppress(OSError):  # `mpistrat run` has just ended.
             os.kill(int(number), ABORTED)
-        except OSError:
-            pass  # `mpistrat run` has just ended.

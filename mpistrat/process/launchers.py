@@ -1,8 +1,8 @@
 """The launchers: programs that start the ranks of a job. All differences between launchers are in this table.
 
-A new launcher needs an entry in this table and a row of tests/unit/test_launchers.py. For each field that an entry
-leaves out, the default means that `mpistrat run` does not use the feature. `mpistrat run` starts jobs with launchers
-that have a `version`. The others are recognised by the environment variables of the processes that they start.
+A new launcher needs an entry in this table and a row of tests/unit/test_launchers.py. If an entry leaves out a field,
+`mpistrat run` does not use that feature. `mpistrat run` starts jobs with launchers that have a `version`. The others
+are recognised by the environment variables of the processes that they start.
 
 The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
 alone, before the script imports anything (cli/startup). Patterns are text for the same reason: few processes need them.
@@ -15,16 +15,12 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, eq=False)
 class Launcher:
-    """A program that starts ranks."""
-
     name: str  # The name of the MPI, as `mpirun --version` and messages have it.
     title: str  # The name of the launcher program in messages.
 
     # The environment variables of the ranks.
-    # rank, size: The variables with the rank of a process, and with the number of ranks. Without a `size` only the MPI
-    # library knows the number.
-    rank: str
-    size: str = ""
+    rank: str  # The variable with the rank of a process.
+    size: str = ""  # The variable with the number of ranks. Without it only the MPI library knows the number.
     needs: tuple[str, ...] = ()  # Variables without which a process with the variable `rank` is not a rank.
     local: tuple[str, str] = ("", "")  # The variables with the local rank, and with the number of ranks of the host.
     process: tuple[str, ...] = ()  # Variables, other than `rank`, that differ between its processes or its jobs.
@@ -109,7 +105,7 @@ OPEN_MPI = Launcher(
     ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4
     ssh_agents=("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_orte_launch_agent"),
     handed_on={signal.SIGTERM: (signal.SIGURG,), signal.SIGINT: (signal.SIGCONT, signal.SIGURG)},
-    hands_on_since=(5,),  # see process/hand_on.py
+    hands_on_since=(5,),  # see process/abort.py
     endings=(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
              rb"Process name: \[.*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
              rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",

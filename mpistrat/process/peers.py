@@ -1,29 +1,157 @@
-"""Detects peers that have left or died, and peers on a host that is lost.
+"""Detects ranks that have left or died, and ranks on a host that is lost: by their processes, or by connections.
 
-One rank, the centre, listens. Each other rank has a connection to the centre, which both ends watch. A peer ends so:
-
-- A peer that *leaves* sends a message with the ranks that it knows to have died.
-- A peer that *dies* sends no message. The kernel closes the connection when the process ends, for whatever reason. So
-  waiting costs no processor time, needs no limit, and does not depend on MPI, whose collectives need the dead peer.
-- A *host is lost* if it is down, or if the link to it is cut: its kernel does not answer the probes of this kernel. A
-  kernel answers for a process that is stopped or holds the interpreter's lock, so such a process is not lost.
-
-Used for other hosts of a job (api/lost_ranks.py), and for all ranks of clusters with parameter servers
-(cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit.
+If a rank ends, mpirun usually ends the job within half a second. Sometimes mpirun does not: a shell around the rank
+lives on, or the job is to go on without the rank. Ranks that wait in shared memory do not notice the end.
 """
 
+import contextlib
 import enum
 import errno
+import fcntl
+import logging
 import os
+import select
 import socket
+import struct
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
+from ..core.tuning import LAUNCHER_POLL_S
 from .connection import Connection, Listening, connect
+from .procfs import Process
+
+logger = logging.getLogger(__name__)
+
+# -- the ranks of this host --------------------------------------------------------------------------------------------
+# The kernel reports the end of a process by a descriptor (pidfd, from Linux 5.3 on). Without pidfd the processes are
+# polled. A process that is stopped, or busy, has not ended. One other rank looks in /proc whether a process is stopped.
+# Ranks in containers with a separate pid namespace are not watched: here their pid is that of another process, with
+# another start time.
+
+_LOOK_S = 0.05  # between two checks of the launcher's reports on ranks that are not watched by process
+_STOP_LOOK_S = 1.0  # between two checks whether a process is stopped; a check costs 0.02 ms
+
+
+class Neighbours:
+    """Calls `when_ended` with ranks whose processes have ended, once for each rank, until `stop` is called.
+
+    Args:
+        processes: The process of each other rank of this host.
+        others: All other ranks, including ranks of other hosts.
+        when_ended: Called in a thread of this object. It must not call `stop`.
+        reported: Returns the ranks that have ended according to another source, such as MPI. Called 20 times a second
+            if some ranks' processes cannot be watched; None: there is no other source.
+        beside: The rank in `processes` that this rank checks for being stopped; None: no rank.
+        when_stopped: Called with `beside` in each second in which its process is stopped, and the seconds since then in
+            which this process ran (a batch system may stop all). Called with 0.0 when the stopped process continues.
+    """
+
+    def __init__(self, processes: Mapping[int, Process], others: Collection[int],
+                 when_ended: Callable[[list[int]], None], reported: Callable[[], Collection[int]] | None = None,
+                 beside: int | None = None, when_stopped: Callable[[int, float], None] = lambda *_: None):
+        self._when_ended = when_ended
+        self._beside = None if beside is None else (beside, processes[beside])
+        self._when_stopped = when_stopped
+        self._stopped_looks = 0
+        self._known: set[int] = set()
+        self._poller = select.poll()
+        self._descriptors: dict[int, int] = {}  # pidfd: rank
+        self._processes: dict[int, Process] = {}  # of ranks without a pidfd
+        for rank, process in processes.items():
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except OSError:  # An older kernel, a container that forbids it, or no process of that number.
+                if process.is_alive():
+                    self._processes[rank] = process
+                continue
+            if process.is_alive():
+                self._descriptors[descriptor] = rank
+                self._poller.register(descriptor, select.POLLIN)
+            else:
+                os.close(descriptor)  # Of another process, in another container.
+        is_blind = len(self._descriptors) + len(self._processes) < len(others)
+        self._reported = reported if is_blind else None
+        self._stopped, self._stop = os.pipe2(os.O_CLOEXEC)
+        self._poller.register(self._stopped, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="mpistrat-neighbours", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; `when_ended` is not called afterwards. May be called twice, but not in `when_ended`."""
+        if self._stop >= 0:
+            os.close(self._stop)
+            self._stop = -1
+            self._thread.join()
+            for descriptor in (self._stopped, *self._descriptors):
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def _run(self) -> None:
+        wait_s = [_LOOK_S] * (self._reported is not None) + [LAUNCHER_POLL_S] * bool(self._processes)
+        wait_s += [_STOP_LOOK_S] * (self._beside is not None)
+        look_at = time.monotonic() + _STOP_LOOK_S
+        while True:
+            ready = [descriptor for descriptor, _ in self._poller.poll(min(wait_s) * 1000 if wait_s else None)]
+            if self._stopped in ready:
+                return
+            ended = {self._descriptors[descriptor] for descriptor in ready}
+            ended |= {rank for rank, process in self._processes.items() if not process.is_alive()}
+            ended |= set(self._reported() if self._reported is not None else ())
+            for descriptor in ready:
+                self._poller.unregister(descriptor)
+            new = sorted(ended - self._known)
+            if new:
+                self._known |= ended
+                self._when_ended(new)
+            if time.monotonic() >= look_at:
+                if self._beside is not None:
+                    self._look_at(*self._beside)
+                look_at = time.monotonic() + _STOP_LOOK_S
+
+    def _look_at(self, rank: int, process: Process) -> None:
+        if process.is_stopped():
+            self._stopped_looks += 1
+            self._when_stopped(rank, self._stopped_looks * _STOP_LOOK_S)
+        elif self._stopped_looks:
+            self._stopped_looks = 0
+            if rank not in self._known:
+                self._when_stopped(rank, 0.0)
+
+
+# -- ranks by connection -----------------------------------------------------------------------------------------------
+# One rank, the centre, listens. Each other rank has a connection to the centre, which both ends watch. These are the
+# first ranks of the hosts of a job (api/lost_ranks.py), or all ranks of a cluster with parameter servers
+# (cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit. A peer ends
+# in one of these ways:
+# - A peer that *leaves* sends a message with the ranks that it knows to have died.
+# - A peer that *dies* sends no message. The kernel closes the connection when the process ends, for whatever reason. So
+#   waiting costs no processor time, needs no limit, and does not depend on MPI, whose collectives need the dead peer.
+# - A *host is lost* if it is down, or if the link to it is cut: its kernel does not answer the probes of this kernel. A
+#   kernel answers for a process that is stopped or holds the interpreter's lock, so such a process is not lost.
 
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
+
+
+def local_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses of this host's interfaces, in the order of the interfaces, without the loopback's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # The interface is down, or has no IPv4 address.
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return tuple(address for address in found if not address.startswith("127."))
+
+
+def elsewhere(addresses: Iterable[str]) -> list[str]:
+    """The `addresses` of another host, without those that this host has too (container bridges) and that lead here."""
+    own = local_addresses()
+    return [address for address in addresses if address not in own]
 
 
 class End(enum.Enum):
@@ -36,11 +164,11 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Invitation:
-    """The address at which the centre listens, and the secret."""
+    """The address at which the centre listens, and random bytes that the other ranks must know."""
 
-    addresses: Sequence[str]  # The addresses of the centre's host.
-    port: int  # The port.
-    secret: bytes  # Random bytes, which the other ranks must know.
+    addresses: Sequence[str]  # of the centre's host
+    port: int
+    secret: bytes
 
 
 class Peers:
@@ -65,15 +193,11 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def listen(self, ranks: Sequence[int], addresses: Sequence[str], is_local: bool = False) -> Invitation:
-        """On the centre: listen for connections of `ranks`. Local.
+        """On the centre: listen for connections of `ranks`, all ranks except the centre. Local.
 
-        Args:
-            ranks: All ranks except the centre.
-            addresses: The addresses of this host.
-            is_local: Whether all `ranks` are on this host.
+        `addresses`: Those of this host. `is_local`: Whether all `ranks` are on this host.
 
-        Raises:
-            OSError: There is no free port.
+        Raises OSError: There is no free port.
         """
         listener = socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=1024)
         invitation = Invitation(addresses, listener.getsockname()[1], os.urandom(32))
@@ -83,19 +207,16 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until all ranks have connected.
-
-        Raises OSError: No missing rank has connected for `limit_s`.
-        """
+        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` no rank has connected."""
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
                     raise OSError(f"ranks {sorted(self._missing)} have not connected to rank {self._rank}")
 
     def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Connection:
-        """On ranks other than the centre: connect to the centre, `rank`, and return the connection.
+        """On ranks other than the centre: connect to the centre, `rank`. Only this object may read the connection.
 
-        Only this object may read it. Raises OSError: No address answers within `limit_s`. Has an error per address.
+        Raises OSError: No address answers within `limit_s`. The message has an error for each address.
         """
         addresses = [(address, invitation.port) for address in invitation.addresses]
         connection = connect(addresses, invitation.secret, limit_s)
@@ -104,10 +225,7 @@ class Peers:
         return connection
 
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
-        """Start a thread that watches for the ends of peers.
-
-        `when_ended`: Called with each peer that ends, and with the kind of its end, in this thread.
-        """
+        """Start a thread that watches for the ends of peers, and calls `when_ended` with each peer and its end."""
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()
 

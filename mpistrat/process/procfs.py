@@ -1,7 +1,4 @@
-"""Processes of this host, read from Linux's /proc. Without /proc every search finds nothing.
-
-Any process may call the functions.
-"""
+"""Processes of this host, read from Linux's /proc. Without /proc every search finds nothing."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -13,23 +10,25 @@ _ENDED = "ZX"  # Zombies stay listed until their parent has collected their exit
 
 @dataclass(frozen=True)
 class Process:
-    """A process."""
+    """A process. `pid` and `started` together identify it: the kernel may reuse the pid of a process that has ended."""
 
-    pid: int  # The pid. The kernel may give the pid to another process after this process has ended.
-    started: int  # The start time, in clock ticks since boot. `pid` and `started` together identify a process.
-    parent: int  # The number of its parent process; 0 if the parent is in another container.
+    pid: int
+    started: int  # The start time, in clock ticks since boot.
+    parent: int  # The pid of its parent; 0 if the parent is in another container.
     group: int  # Its process group.
     state: str = field(default="", compare=False)  # The kernel's letter for the state of the process.
 
+    def _now(self) -> "Process | None":
+        now = find(self.pid)
+        return now if now is not None and now.started == self.started else None
+
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
-        now = find(self.pid)
-        return now is not None and now.started == self.started
+        return self._now() is not None
 
     def is_stopped(self) -> bool:
         """Whether the process is stopped: it exists, and does nothing until it gets SIGCONT."""
-        now = find(self.pid)
-        return now is not None and now.started == self.started and now.state in _STOPPED
+        return (now := self._now()) is not None and now.state in _STOPPED
 
 
 def find(pid: int) -> Process | None:
@@ -52,13 +51,11 @@ def parse_stat(text: str) -> Process | None:
 
 
 def running() -> list[Process]:
-    """Return all processes that have not ended."""
     try:
         names = os.listdir("/proc")
     except OSError:
         return []
-    found = (find(int(name)) for name in names if name.isdigit())
-    return [process for process in found if process is not None]
+    return [process for name in names if name.isdigit() and (process := find(int(name))) is not None]
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
@@ -68,8 +65,7 @@ def environment_of(pid: int) -> dict[str, str] | None:
             text = os.fsdecode(file.read())
     except OSError:
         return None
-    pairs = (entry.partition("=") for entry in text.split("\0"))
-    return {name: value for name, equals, value in pairs if equals}
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def ancestors(pid: int) -> Iterator[Process]:
@@ -86,9 +82,7 @@ def descendants(pid: int, processes: Iterable[Process]) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    new = children.get(pid, [])
-    while new:
-        found += new
-        new = [child for process in new for child in children.get(process.pid, [])]
+    found = list(children.get(pid, []))
+    for process in found:  # The list grows.
+        found += children.get(process.pid, [])
     return found

@@ -16,7 +16,6 @@ import fcntl
 import os
 import re
 import stat
-import struct
 import sys
 import termios
 import time
@@ -36,15 +35,12 @@ _WRITE_BYTES = 4000  # A pipe takes up to 4096 bytes at once, and mpirun reads u
 _READ_S = 0.1  # How long mpirun may take to read the earlier lines.
 # A rank on another host, or of an elastic job, prints this before its command begins.
 STARTS = "[mpistrat] rank {rank} starts as process {pid} on {host}"
-# The states that a rank reports: it has called init(); it handles SIGURG as SIGTERM (process/hand_on.py); it has ended
+# The states that a rank reports: it has called init(); it handles SIGURG as SIGTERM (process/abort.py); it has ended
 # without init() (cli/startup, which imports nothing, has a copy of this text).
 IN_INIT, HANDS_ON, WITHOUT_INIT = "is in init()", "hands SIGTERM on", "has ended without init()"
-# Followed by the measurements of a rank, as JSON (process/step_timer.py).
-MEASURES = "measures"
+MEASURES = "measures"  # Followed by the measurements of a rank, as JSON (process/step_timer.py).
 # Followed by a line of the last operations of a rank (trace/last.py): LAST_BEGIN by the first line, LAST by the others.
 LAST_BEGIN, LAST = "begins", "has"
-_BEGIN = "[mpistrat] rank {rank} on {host} fails with exit code {code}:\n"
-_LINE = "[mpistrat] rank {rank} {kind} {text}\n"
 _FRAMES, _MESSAGE = "|", ">"
 _BEGIN_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) on (\S+) fails with exit code (\d+):\s*$")
 _STATE_PATTERN = re.compile(rb"\[mpistrat\] rank (\d+) (%b)\s*$" % b"|".join(
@@ -60,37 +56,33 @@ _descriptor: int | None = None  # the stderr that mpirun reads, if it is not the
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a rank that has failed."""
-
-    rank: int  # The rank in MPI_COMM_WORLD.
+    rank: int  # in MPI_COMM_WORLD
     host: str
-    code: int  # The exit code of the rank.
-    text: ErrorText  # The user's frames and the message.
+    code: int  # the exit code of the rank
+    text: ErrorText
 
     def lines(self) -> list[str]:
-        """The lines to print, with line ends."""
         message = self.text.message
         if len(message) > _MOST_CHARACTERS:
             message = f"{message[:_MOST_CHARACTERS]}\n(and {len(message) - _MOST_CHARACTERS} more characters)"
         parts = [(_FRAMES, self.text.frames)] if self.text.frames else []
-        return [_BEGIN.format(rank=self.rank, host=self.host, code=self.code),
-                *(_LINE.format(rank=self.rank, kind=kind, text=line.replace("\r", "\\r"))
-                  for kind, text in [*parts, (_MESSAGE, message)] for line in text.split("\n"))]
+        lines = [(kind, line.replace("\r", "\\r")) for kind, text in [*parts, (_MESSAGE, message)]
+                 for line in text.split("\n")]
+        return [f"[mpistrat] rank {self.rank} on {self.host} fails with exit code {self.code}:\n",
+                *(f"[mpistrat] rank {self.rank} {kind} {line}\n" for kind, line in lines)]
 
 
 class ReportReader:
     """Collects the reports of all ranks from the lines of a stream."""
 
     def __init__(self) -> None:
-        # The ranks that have reported their start, with host and pid.
-        self.started: dict[int, tuple[str, int]] = {}
+        self.started: dict[int, tuple[str, int]] = {}  # The host and the pid of each rank that has reported its start.
         self.in_init: set[int] = set()  # The ranks that have called init().
         self.handing_on: set[int] = set()  # The ranks to which mpirun forwards SIGTERM.
         self.without_init: set[int] = set()  # The ranks that have reported an end without init().
         self._in_state = {IN_INIT: self.in_init, HANDS_ON: self.handing_on, WITHOUT_INIT: self.without_init}
         self.measured: dict[int, str] = {}  # The measurements of ranks, as JSON.
-        # The reported last operations of ranks, as lines of trace/last.py.
-        self.last: dict[int, list[str]] = {}
+        self.last: dict[int, list[str]] = {}  # The last operations of ranks, as lines of trace/last.py.
         self._begun: list[tuple[int, str, int, dict[str, list[str]]]] = []
 
     @property
@@ -100,11 +92,9 @@ class ReportReader:
                 for rank, host, code, parts in self._begun]
 
     def take(self, line: bytes) -> bytes | None:
-        """Take a line if it belongs to a report.
+        """Take a line if it belongs to a report, else return None.
 
-        Returns:
-            The text before the report in the line: nothing, a tag of mpirun, or an unfinished line of another rank.
-            None if the line belongs to no report.
+        Returns the text before the report in the line: nothing, a tag of mpirun, or an unfinished line of another rank.
         """
         if b"[mpistrat] rank " not in line:
             return None
@@ -132,12 +122,9 @@ class ReportReader:
 
 
 def mode(environ: MutableMapping[str, str]) -> str:
-    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else "".
-
-    Removes the variable, because programs that this process starts must not inherit it.
-    """
-    global _mode, _descriptor
-    if _mode is None:
+    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else ""."""
+    global _mode
+    if _mode is None:  # Programs that this process starts must not inherit the variable.
         _mode, _, number = environ.pop(RUN_REPORTS, "").partition(" ")
         if _mode and not _finds_launcher(number, environ):
             _mode = ""
@@ -147,7 +134,7 @@ def mode(environ: MutableMapping[str, str]) -> str:
 def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
     """Set _descriptor. Returns whether mpirun reads it, which is false if a wrapper redirects (`exec >log 2>&1`).
 
-    `number`: The number of the descriptor in the process that mpirun has started; "": that of stderr.
+    `number`: That of the descriptor in the process that mpirun has started; "": that of stderr.
     """
     global _descriptor
     first, launcher = launcher_watch.start_of_rank(environ)
@@ -156,15 +143,13 @@ def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
             _descriptor = int(number)
             os.set_inheritable(_descriptor, False)
         return True
-    path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher}/fd"
-    try:
+    path, readers = f"/proc/{first}/fd/{number or 2}", f"/proc/{launcher.pid if launcher else 0}/fd"
+    with contextlib.suppress(OSError):  # /proc does not show the descriptor. Most wrappers do not redirect stderr.
         pipe = os.readlink(path)
         if not pipe.startswith("pipe:") or pipe not in {os.readlink(f"{readers}/{name}")
                                                         for name in os.listdir(readers)}:
             return False
         _descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        pass  # /proc does not show the descriptor. Most wrappers do not redirect stderr.
     return True
 
 
@@ -177,20 +162,16 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
     stream = sys.__stderr__
     if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
         return False
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = os.fstat(stream.fileno())
         return not stat.S_ISREG(found.st_mode) and (_descriptor is None
                                                     or os.path.samestat(found, os.fstat(_descriptor)))
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str],
              ends_job: bool = True) -> None:
-    """Print why this rank fails: as a report under `mpistrat run`, else as a text with all lines of the message.
-
-    `ends_job`: Whether the other ranks end too.
-    """
+    """Print why this rank fails: as a report under `mpistrat run`, else as a text with all lines of the message."""
     if not mode(environ):
         how = ("ends the job" if ends_job else "ends") + (f" with exit code {code}" if code != 1 else "")
         print(f"[mpistrat] rank {rank} on {host} {how}: {text.message}", file=sys.stderr, flush=True)
@@ -233,11 +214,6 @@ def _write(descriptor: int, lines: list[str]) -> None:
 def _await_reader(descriptor: int) -> None:
     """Wait a moment until a pipe has been read: mpirun mixes the ranks' output as it reads it, not in whole lines."""
     until = time.monotonic() + _READ_S
-    while time.monotonic() < until:
-        try:
-            unread, = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, struct.pack("i", 0)))
-        except OSError:
-            return  # The descriptor is not a pipe.
-        if not unread:
-            return
-        time.sleep(0.001)
+    with contextlib.suppress(OSError):  # The descriptor is not a pipe.
+        while time.monotonic() < until and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):
+            time.sleep(0.001)

@@ -1,6 +1,6 @@
 """Times the first steps of a script for `mpistrat run --efficiency`, and ends the script after them.
 
-A step is a batch in Keras' fit (keras/fit/fit_callbacks.py), and elsewhere one averaging of gradients
+A step is a batch in Keras' fit (keras/fit/fit_callbacks.py), and otherwise one averaging of gradients
 (tensorflow/timed_steps.py). All ranks count the same steps, so all ranks end at the same step, with SystemExit, as if
 the script had called sys.exit(). Code after the training does not run, except `finally` blocks.
 """
@@ -29,17 +29,14 @@ class StepTimes:
     rows: int | None  # The rows of this rank in the timed steps; None if rows are not counted.
     is_global: bool  # Whether the script's batches are those of all ranks together, as under MPIStrategy.
     counted: int  # The number of all steps, including the steps that were not timed.
-    waits: Waits = field(default=Waits())  # The waits of this rank for collectives during the timed steps.
+    waits: Waits = field(default=Waits())  # for collectives during the timed steps
 
 
 class StepTimer:
-    """Times the steps of this rank until step number `last` has ended.
-
-    `is_in_fit`: Whether fit counts the steps. In this case averagings of gradients do not count as steps.
-    """
+    """Times the steps of this rank until step number `last` has ended."""
 
     def __init__(self, last: int, rank: int):
-        self.is_in_fit = False
+        self.is_in_fit = False  # Whether fit counts the steps. Then averagings of gradients do not count as steps.
         self._last, self._rank = last, rank
         self._calls = self._steps = self._begun = 0
         self._began, self._rows = 0.0, 0
@@ -79,12 +76,9 @@ _timer: StepTimer | None = None
 
 
 def current(environ: MutableMapping[str, str] = os.environ) -> StepTimer | None:
-    """The timer of this rank; None unless `mpistrat run --efficiency` has started this rank.
-
-    Removes the variable, because programs that this process starts must not inherit it.
-    """
+    """The timer of this rank; None unless `mpistrat run --efficiency` has started this rank."""
     global _timer
-    steps = environ.pop(launch_env.RUN_STEPS, None)
+    steps = environ.pop(launch_env.RUN_STEPS, None)  # Programs that this process starts must not inherit it.
     if steps is not None:
         _timer = StepTimer(int(steps), launch_env.launched_rank(environ))
         atexit.register(_timer.tell_of_early_end)

@@ -12,8 +12,7 @@ from importlib import import_module
 from ..core.errors import MissingDependencyError
 from ..process.launch_env import launched_rank
 from ..tensorflow.kerases import is_keras2_in_use
-from .mpi_strategy import MPIStrategy, integrations
-from .strategies import strategy
+from .mpi_strategy import MPIStrategy, integrations, strategy
 
 __all__ = ["MPIStrategy", "strategy"]
 
@@ -25,9 +24,8 @@ def _adapt_keras(is_needed: bool) -> Callable[[], None]:
 
     Keras 2 is adapted too, if the process has imported it by now.
 
-    Raises:
-        MissingDependencyError: This version of Keras cannot be adapted, or `is_needed` and there is no Keras 3. Without
-            the error each rank would silently train a model of its own.
+    Raises MissingDependencyError: This version of Keras cannot be adapted, or `is_needed` and there is no Keras 3.
+    Without the error each rank would silently train a model of its own.
     """
     if is_needed and is_keras2_in_use():
         raise MissingDependencyError('variables="sharded" needs optimizers of Keras 3, but tf.keras is Keras 2 '

@@ -3,10 +3,10 @@
 All ranks call these functions. They are patched when the first strategy is created, and behave as before for objects
 without variables of a strategy.
 
-An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's, which copies the variables in the
-thread that saves, and an inner one, which writes the copies in its own thread. Only the user's object reads the
-variables, so all ranks have the values at the time of the call. The writing threads of the ranks synchronise before and
-after rank 0 writes, in the name space of this checkpoint.
+An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's copies the variables in the thread
+that saves, and an inner one writes the copies in its own thread. Only the user's object reads the variables, so all
+ranks have the values at the time of the call. The writing threads of the ranks synchronise before and after rank 0
+writes, in the name space of this checkpoint.
 """
 
 import copy
@@ -38,7 +38,6 @@ _numbers: dict[str, itertools.count] = defaultdict(lambda: itertools.count(1))  
 
 
 def patch() -> None:
-    """Replace the methods, once."""
     if not _originals:
         for owner, name, replacement in ((tf.train.Checkpoint, "_write", _write),
                                          (tf.train.Checkpoint, "_async_checkpointer", _async_checkpointer),
@@ -86,10 +85,15 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
                                       '(MPIStrategy(variables="sharded")). Leave out '
                                       "experimental_enable_async_checkpoint.")
         return original(self, file_prefix, options)
-    name_space = getattr(self, _NAME_SPACE, None)
-    if name_space is not None:
+    if (name_space := getattr(self, _NAME_SPACE, None)) is not None:
+        # This is the writing thread, and `self` has copies: the variables may have changed since.
         with names.name_space(name_space):
-            return _write_copies(self, file_prefix, options)
+            files.exchange_status()
+            files.write_once(f"{file_prefix}.index", lambda: original(self, file_prefix, options))
+            for callback in getattr(options, "experimental_write_callbacks", None) or ():
+                if isinstance(callback, _ManagerMark):
+                    _share_state(callback.manager)
+        return file_prefix
     # Wait, since a rank may still be looking for the newest checkpoint, and must not find this one.
     files.exchange_status()
     with with_values_of(self):
@@ -107,16 +111,6 @@ def _gathering(trackable: object) -> Callable[[int], None] | None:
             state.consolidate(to=rank)
 
     return gather if states else None
-
-
-def _write_copies(checkpoint: tf.train.Checkpoint, file_prefix: str, options: Options) -> str:
-    """Write the copies, in the writing thread. The variables may have changed since they were copied."""
-    files.exchange_status()
-    files.write_once(f"{file_prefix}.index", lambda: _originals["_write"](checkpoint, file_prefix, options))
-    for callback in getattr(options, "experimental_write_callbacks", None) or ():
-        if isinstance(callback, _ManagerMark):
-            _share_state(callback.manager)
-    return file_prefix
 
 
 def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwargs: object) -> object:

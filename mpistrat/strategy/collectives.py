@@ -1,7 +1,7 @@
-"""The collectives of strategies. In a graph they run one after the other, in program order.
+"""The collectives of strategies. The tensors of one call are reduced together.
 
-Like all collectives they are submitted in program order (see bridge.program_order). A strategy's collective is also
-complete before the next one is submitted. The tensors of one call are reduced together.
+Like all collectives they are submitted in program order (see bridge.program_order). In a graph a strategy's collective
+is also complete before the next one is submitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,8 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
                operation: str = "all_reduce", bucket_bytes: int = 0) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
-    Args:
-        values: Tensors, with the same number, dtypes and shapes on all ranks; slices may differ in the number of rows.
-        op: SUM, MEAN or an operation of core.request.
-        operation: The purpose, a part of the name that identifies the collective on all ranks.
-        bucket_bytes: The size of the buckets.
+    `values`: The same number, dtypes and shapes on all ranks; slices may differ in the number of rows. `operation`: The
+    purpose, a part of the name that identifies the collective on all ranks.
     """
     tensors = list(map(as_tensor, values))
     if runtime.current().topology.size == 1 or not tensors:
@@ -45,15 +42,12 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
     """Concatenate the ranks' values along `axis`, in rank order. The sizes of `axis` may differ. Collective.
 
-    Raises:
-        ValueError: A value is a scalar, or has no such axis.
-        tf.errors.InvalidArgumentError: On every rank, when the values differ in rank, dtype or the size of another
-            axis. In eager mode the error is also a MismatchError.
+    Raises ValueError: A value is a scalar, or has no such axis. InvalidArgumentError, in eager mode also a
+    MismatchError: On every rank, when the values differ in rank, dtype or the size of another axis.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
-    for tensor in tensors:
-        if tensor.shape.rank == 0:
-            raise ValueError("all_gather needs tensors with at least one axis. Reshape a scalar to (1,).")
+    if any(tensor.shape.rank == 0 for tensor in tensors):
+        raise ValueError("all_gather needs tensors with at least one axis. Reshape a scalar to (1,).")
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
@@ -72,7 +66,7 @@ class GatherError(MismatchError, tf.errors.InvalidArgumentError):
 
 
 def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Return the tensor with `axis` and the first dimension exchanged."""
+    """The tensor with `axis` and the first dimension exchanged."""
     if axis == 0:
         return tensor
     order = list(range(tensor.shape.rank))

@@ -6,7 +6,7 @@ and loops. One replica per process needs no thread, and `merge_call` is a plain 
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -23,31 +23,24 @@ from tensorflow.python.distribute.distribute_utils import (
 from tensorflow.python.distribute.values import DistributedVariable
 
 from ..api import runtime
+from ..core.errors import InvalidRequestError
 from ..core.topology import Topology
 from ..tensorflow.bridge.types import Structure, Tensor, TensorLike
 from ..tensorflow.gradients import GradientOptions
+from ..tensorflow.graph.differentiable import Gradient, with_gradient
+from ..tensorflow.list_ops import equal_parts, place_in
+from ..tensorflow.xla import context as xla
 from . import collectives, input
 from .checkpoints import with_values_of
-from .options import CommunicationOptions, apply_timeout
-from .replica_context import RankReplicaContext, reduce_op_of
-from .slots import Slots, is_everywhere
-from .variables import RankMirroredVariable
+from .variables import RankMirroredVariable, Slots, is_everywhere
 
+CommunicationOptions: TypeAlias = tf.distribute.experimental.CommunicationOptions
 ReduceOp: TypeAlias = tf.distribute.ReduceOp | str
 T = TypeVar("T")
 
 
 class RankExtended(tf.compat.v1.distribute.StrategyExtended):
-    """The extended part of MPIStrategy. TensorFlow and Keras call its methods.
-
-    Args:
-        strategy: The MPIStrategy of which this is the extended part.
-        device: The device of variables and computation.
-        options: tf.distribute.experimental.CommunicationOptions, the default for all collectives.
-        random_per_rank: Whether Keras' layers draw different random numbers on each rank.
-        variables: The placement of the optimizers' slots, as for MPIStrategy.
-        gradient_options: Compression, sparse gradients and groups.
-    """
+    """The extended part of an MPIStrategy, which has the same arguments. TensorFlow and Keras call its methods."""
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
     averages_gradients = True
@@ -67,7 +60,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _topology(self) -> Topology:
-        """The topology of the current job; after shutdown() the last topology."""
+        """The topology of the current job; after shutdown() that of the last job."""
         if runtime.is_initialized():
             self._known = runtime.current().topology
         return self._known
@@ -87,21 +80,18 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         validate_colocate_distributed_variable(colocate_with_variable, self)
 
     def variable_created_in_scope(self, v: tf.Variable) -> bool:
-        """Whether `v` is a variable of this strategy."""
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
     def read_var(self, v: DistributedVariable) -> tf.Tensor:
-        """Return the aggregated value of `v`. Collective for variables that are synchronised on reading."""
+        """The aggregated value of `v`. Collective for variables that are synchronised on reading."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
-    def value_container(self, value: object) -> object:
-        """Return the distributed variable that has `value` as its component, or `value` if there is none."""
-        return value_container(value)
+    value_container = staticmethod(value_container)
 
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
         """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so no broadcast is needed.
 
-        Keras counts an optimizer's steps in such a variable. Without the declaration each step would have a broadcast.
+        Keras counts an optimizer's steps in such a variable; else each step would have a broadcast.
         """
         variable.is_in_lockstep = True
 
@@ -169,11 +159,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     def _reduced(self, reduce_op: ReduceOp, values: Sequence[TensorLike],
                  options: CommunicationOptions | None) -> list[Tensor]:
-        op = reduce_op_of(reduce_op)
+        op, results = reduce_op_of(reduce_op), [self.local(value) for value in values]
         # Averaging identical values is a no-op.
-        equal = [op == tf.distribute.ReduceOp.MEAN and is_mirrored(value) for value in values]
-        results = [self.local(value) for value in values]
-        sent = [i for i, is_equal in enumerate(equal) if not is_equal]
+        sent = [i for i, value in enumerate(values) if op != tf.distribute.ReduceOp.MEAN or not is_mirrored(value)]
         reduced = collectives.all_reduce([results[i] for i in sent], op, "reduce",
                                          bucket_bytes=self.bucket_bytes(options))
         for i, result in zip(sent, reduced, strict=True):
@@ -188,13 +176,9 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             return self._container_strategy().experimental_local_results(value)[0]
         return value
 
-    def is_everywhere(self, variable: tf.Variable) -> bool:
-        """Call slots.is_everywhere."""
-        return is_everywhere(variable)
-
-    def known_values(self, trackable: object) -> AbstractContextManager[None]:
-        """Call checkpoints.with_values_of."""
-        return with_values_of(trackable)
+    # The package mpistrat.keras, which this package imports, calls both.
+    is_everywhere = staticmethod(is_everywhere)
+    known_values = staticmethod(with_values_of)
 
     def _gather_to_implementation(self, value: TensorLike, destinations: object, axis: int,
                                   options: CommunicationOptions | None) -> tf.Tensor:
@@ -228,12 +212,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     parameter_devices = worker_devices
 
     @property
-    def worker_devices_by_replica(self) -> list[list[str]]:
-        return [[self._device]]
-
-    @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints and summaries: rank 0 does."""
         return self._topology.rank == 0
 
     should_save_summary = should_checkpoint
@@ -268,11 +247,83 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Return the resolver that tells programs which rank is the chief. All ranks are workers; worker 0 is the chief.
 
-    TensorFlow's own strategies report a cluster without a chief in the same way, so programs that check only for
-    workers work too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
+    TensorFlow's own strategies report a cluster without a chief likewise, so programs that check only for workers work
+    too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
     """
     alone = len(topology.hosts) == 1
     workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=topology.rank,
         num_accelerators={"GPU": len(tf.config.list_logical_devices("GPU"))})
+
+
+def apply_timeout(options: CommunicationOptions) -> None:
+    """Set the engine's stall limit, for all later collectives, to the timeout in the options, if there is one."""
+    if options.timeout_seconds is not None:
+        if options.timeout_seconds <= 0:
+            raise InvalidRequestError("CommunicationOptions.timeout_seconds must be above 0. "
+                                      f"Received: {options.timeout_seconds!r}")
+        runtime.current().engine.controller.abort_stalls_after(float(options.timeout_seconds),
+                                                               "CommunicationOptions.timeout_seconds")
+
+
+# -- the replica context, which tf.distribute.get_replica_context() returns in strategy.run ----------------------------
+
+
+class RankReplicaContext(tf.distribute.ReplicaContext):
+    """TensorFlow's replica context with two replaced collectives. The other methods call `strategy.extended`."""
+
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
+                   options: CommunicationOptions | None = None) -> Structure:
+        """Reduce over the replicas. Collective, differentiable.
+
+        It replaces TensorFlow's method, which keeps each graph that calls it alive until the process ends.
+
+        Args:
+            reduce_op: tf.distribute.ReduceOp, or its name.
+            value: A tensor or a nested structure of tensors.
+            options: tf.distribute.experimental.CommunicationOptions.
+        """
+        if not tf.nest.flatten(value):
+            return super().all_reduce(reduce_op, value, options)
+        return self.strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Structure, axis: int, options: CommunicationOptions | None = None) -> Structure:
+        """Concatenate the replicas' values along `axis`. The sizes of `axis` may differ. Collective, differentiable.
+
+        TensorFlow's method is differentiable for equal shapes only.
+
+        Args:
+            value: A tensor or a nested structure of tensors.
+            axis: A number, the same on all ranks.
+            options: tf.distribute.experimental.CommunicationOptions; ignored.
+
+        Raises NotImplementedError: For tf.IndexedSlices. ValueError: For a scalar.
+        """
+        flat = tf.nest.flatten(value)
+        if any(isinstance(v, tf.IndexedSlices) for v in flat):
+            raise NotImplementedError("all_gather does not support IndexedSlices")
+        tensors = [tf.convert_to_tensor(v) for v in flat]
+        results = with_gradient(lambda values: collectives.all_gather(values, axis), AllGatherGradient(axis),
+                                tensors) if tensors else []
+        return tf.nest.pack_sequence_as(value, results)
+
+
+def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
+    return tf.distribute.ReduceOp(op.upper()) if isinstance(op, str) else op
+
+
+@dataclass(frozen=True)
+class AllGatherGradient(Gradient):
+    """The gradient of an all-gather: this replica's part of the upstream gradient summed over the replicas."""
+
+    axis: int
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        joined = collectives.all_reduce(upstream, tf.distribute.ReduceOp.SUM)
+        if xla.is_compiled():
+            return equal_parts(joined, values, "all_gather", axis=self.axis)
+        own = tf.stack([tf.shape(v)[self.axis] for v in values])
+        before = tf.reduce_sum(collectives.all_gather([own[tf.newaxis]], 0)[0][:place_in(0)[0]], 0)
+        return [tf.gather(whole, tf.range(before[i], before[i] + own[i]), axis=self.axis)
+                for i, whole in enumerate(joined)]

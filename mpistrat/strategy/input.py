@@ -7,20 +7,23 @@ count the rows of the rank's files instead of the dataset's rows. So AUTO here m
 of the dataset with FILE, and otherwise DATA of the unchanged dataset.
 
 Datasets may end at different times on different ranks. So TensorFlow runs a collective before each step, which finds
-out whether any rank has data left. The collective is switched off where all ranks are known to have the same number of
-batches.
+out whether any rank has data left. It is switched off where all ranks are known to have the same number of batches.
 """
 
 import functools
 import logging
+import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeAlias
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.input_lib import InputWorkers
 from tensorflow.python.distribute.input_util import get_distributed_dataset, get_distributed_datasets_from_function
+from tensorflow.python.eager.context import context, global_seed
 
 from ..api import array_ops, runtime
 from ..core.errors import InvalidRequestError
@@ -53,7 +56,7 @@ def rows_in_order() -> Iterator[None]:
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy. `topology` is a function that returns the current topology."""
+    """Creates the distributed datasets of a strategy. `topology` returns the current topology."""
 
     def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
         self._strategy, self._topology, self._device = strategy, topology, device
@@ -69,11 +72,9 @@ class Pipelines:
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """Return this rank's part of a dataset of global batches. Collective.
 
-        Raises:
-            NotImplementedError: For InputReplicationMode.PER_REPLICA.
-            ValueError: On every rank, when the ranks' elements differ in structure, dtype or shape (except for the
-                number of rows), or the policy is FILE and TensorFlow cannot shard by files, for example with fewer
-                files than ranks.
+        Raises NotImplementedError: For InputReplicationMode.PER_REPLICA. ValueError: On every rank, when the ranks'
+        elements differ in structure, dtype or shape (except for the number of rows), or the policy is FILE and
+        TensorFlow cannot shard by files, for example with fewer files than ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -84,8 +85,10 @@ class Pipelines:
         if self._size > 1:
             dataset = _with_own_memory(dataset)
             if policy == _Policy.OFF and self._rank == 0:
-                _warn_of_policy_off(self._size)
-        if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and _reads_files(dataset):
+                _say_once(f"AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
+                          f"{self._size} steps with B / {self._size} rows on each rank. So batch(...) is the size of "
+                          "the global batch here too.")
+        if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and any(map(_has_reader, _parts_of(dataset))):
             by_files, problem = self._by_files(dataset, policy, options)
             if by_files is not None:
                 return by_files
@@ -98,10 +101,14 @@ class Pipelines:
             if not _reads_generator(dataset):  # A generator may end at another time on each rank.
                 policy = _Policy.DATA
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.DATA):
-            dataset = self._by_rows(dataset)
+            # Each rank reads all rows, which must have one order on all ranks.
+            if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
+                _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the "
+                          "ranks, so rows may be left out or read twice. Leave out deterministic=False.")
+            dataset = _with_policy(dataset, _Policy.DATA)
         distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
-            _end_on_all_ranks_together(distributed)
+            distributed._enable_get_next_as_optional = False  # the collective before each step
         if self._size > 1 and policy == _Policy.OFF:
             # Each rank reads all parts of its batches, and goes on until the last rank has finished. Keras counts the
             # batches before they are split, and gets the number of steps from this attribute.
@@ -115,11 +122,13 @@ class Pipelines:
             num_replicas_in_sync=self._size, input_context=self._context(), options=self._iteration(options))
         if is_split:
             part, = _datasets_of(distributed)
-            distributed = get_distributed_datasets_from_function(
-                lambda _: _sparse_again(part, dataset.element_spec), self._workers(options), [self._context()],
-                self._strategy, self._iteration(options))
-        self._read_ahead(distributed, options)
-        return distributed
+            return self._of_function(lambda _: _sparse_again(part, dataset.element_spec), options)
+        return self._read_ahead(distributed, options)
+
+    def _of_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+                     options: InputOptions) -> tf.distribute.DistributedDataset:
+        return self._read_ahead(get_distributed_datasets_from_function(
+            dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options)), options)
 
     def _by_files(self, dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy,
                   options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
@@ -154,25 +163,16 @@ class Pipelines:
         problem = next((problem for problem in everybody if problem), "")
         return (None if problem else distributed), problem
 
-    def _by_rows(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset with the policy DATA. Each rank reads all rows, which must have one order on all ranks."""
-        if self._rank == 0 and any(getattr(part, "_deterministic", "") == "false" for part in _parts_of(dataset)):
-            _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the ranks, so "
-                      "rows may be left out or read twice. Leave out deterministic=False.")
-        return _with_policy(dataset, _Policy.DATA)
-
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:
         """Return the dataset of `dataset_fn` as a distributed one, without sharding or rebatching. Collective."""
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("MPIStrategy has one replica per process, so InputReplicationMode.PER_REPLICA "
                                       "has no meaning. Leave it out.")
-        distributed = get_distributed_datasets_from_function(
-            dataset_fn, self._workers(options), [self._context()], self._strategy, self._iteration(options))
-        self._read_ahead(distributed, options)
+        distributed = self._of_function(dataset_fn, options)
         batches, _, same = self._agree(_datasets_of(distributed)[0], [])
         if same and batches != tf.data.UNKNOWN_CARDINALITY:
-            _end_on_all_ranks_together(distributed)
+            distributed._enable_get_next_as_optional = False
         return distributed
 
     def _context(self) -> tf.distribute.InputContext:
@@ -196,19 +196,20 @@ class Pipelines:
             experimental_fetch_to_device=False,
             experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA)
 
-    def _read_ahead(self, distributed: tf.distribute.DistributedDataset, options: InputOptions) -> None:
+    def _read_ahead(self, distributed: tf.distribute.DistributedDataset,
+                    options: InputOptions) -> tf.distribute.DistributedDataset:
         """Add the prefetch buffer that TensorFlow's iterator for devices has."""
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         if self._reads_on_host(options) and size:
             datasets = _datasets_of(distributed)
             datasets[:] = [dataset.prefetch(size) for dataset in datasets]
+        return distributed
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
         """Return this rank's number of batches, the ranks' largest number, and whether all are equal. Collective.
 
-        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown.
-
-        Rank 0 logs a warning if the ranks have different sources.
+        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown. Rank 0 logs a warning if the
+        ranks have different sources.
         """
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, tf.data.UNKNOWN_CARDINALITY, False
@@ -220,26 +221,14 @@ class Pipelines:
             raise ValueError(f"the ranks' datasets have different elements: {describe_by_rank(kinds)}")
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
-            _warn_of_different_data(differs)
+            _say_once(f"mpistrat: the ranks have different data: {differs}. {ADVICE}")
         counts = [other for other, *_ in everybody]
         return batches, max(counts) if min(counts) >= 0 else tf.data.UNKNOWN_CARDINALITY, len(set(counts)) == 1
 
 
 @functools.cache  # Each evaluation distributes its data again.
-def _warn_of_different_data(differs: str) -> None:
-    logger.warning("mpistrat: the ranks have different data: %s. %s", differs, ADVICE)
-
-
-@functools.cache
 def _say_once(text: str) -> None:
     logger.warning("%s", text)
-
-
-@functools.cache
-def _warn_of_policy_off(size: int) -> None:
-    logger.warning("AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
-                   "%d steps with B / %d rows on each rank. So batch(...) is the size of the global batch here too.",
-                   size, size)
 
 
 def _kind(spec: tf.TypeSpec) -> str:
@@ -270,10 +259,6 @@ def _has_reader(dataset: tf.data.Dataset) -> bool:
     return any(reader in operation for operation in _operations(dataset) for reader in _READERS)
 
 
-def _reads_files(dataset: tf.data.Dataset) -> bool:
-    return any(map(_has_reader, _parts_of(dataset)))
-
-
 def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
     """Return the datasets of file names that the policy FILE shards; None if sharding would change the rows.
 
@@ -302,11 +287,6 @@ def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.
     return found
 
 
-def _end_on_all_ranks_together(distributed: tf.distribute.DistributedDataset) -> None:
-    """Switch off the collective before each step that finds out whether any rank has data left."""
-    distributed._enable_get_next_as_optional = False
-
-
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
     """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
     return any(map(_reads_generator, _datasets_of(distributed)))
@@ -319,9 +299,8 @@ def _reads_generator(dataset: tf.data.Dataset) -> bool:
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset with copies of the elements that a Python generator yields, and any other dataset as it is.
 
-    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts,
-    TensorFlow writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without
-    mpistrat too.)
+    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts, it
+    writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without mpistrat too.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):
@@ -375,3 +354,66 @@ def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
 
 def _is_per_replica(options: tf.distribute.InputOptions) -> bool:
     return options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA
+
+
+# -- equal random states on all ranks: the ranks shuffle the data in the same order, and then each takes its part ------
+
+_VERSION = random.getstate()[0]  # The version of the state of Python's `random`, the same on all ranks
+
+
+def seed_alike() -> None:
+    """Seed TensorFlow with the seed that rank 0 has set, or a random one. Collective."""
+    seed = _drawn() if global_seed() is None else global_seed()
+    tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=names.eager("strategy/seed"))))
+
+
+@contextmanager
+def state_of_first_rank() -> Iterator[None]:
+    """A context in which all ranks shuffle with the random state of rank 0. Collective.
+
+    TensorFlow's random state is restored afterwards. The state of Python's `random` stays rank 0's, because Keras
+    shuffles a PyDataset from it later, in another thread.
+    """
+    own = _state()
+    if own[0] is None:
+        tf.random.set_seed(_drawn())
+    seed, numbers, python = _from_array(array_ops.broadcast(_as_array(_state()), 0, names.eager("strategy/random")))
+    _set(seed, numbers)
+    random.setstate(python)
+    try:
+        yield
+    finally:
+        if runtime.current().topology.rank != 0:  # Rank 0 keeps its new state, as a single process would.
+            _set(own[0], own[1])
+
+
+def _drawn() -> int:
+    return int.from_bytes(os.urandom(4), "little") % 2**31
+
+
+def _state() -> tuple[int | None, tuple, tuple]:
+    """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
+    return global_seed(), context()._rng.getstate(), random.getstate()
+
+
+def _as_array(state: tuple[int | None, tuple, tuple]) -> np.ndarray:
+    """Return a state as 64-bit numbers: the seed, then each generator's words and next normal number (or NaN)."""
+    seed, *generators = state
+    parts = [np.array([seed], np.int64)]
+    for _, words, normal in generators:
+        parts += [np.array(words, np.int64), np.array([np.nan if normal is None else normal]).view(np.int64)]
+    return np.concatenate(parts)
+
+
+def _from_array(array: np.ndarray) -> tuple[int, tuple, tuple]:
+    def generator(part: np.ndarray) -> tuple:
+        normal = float(part[-1:].view(np.float64)[0])
+        return _VERSION, tuple(part[:-1].tolist()), None if np.isnan(normal) else normal
+
+    first, second = np.split(array[1:], 2)
+    return int(array[0]), generator(first), generator(second)
+
+
+def _set(seed: int | None, numbers: tuple) -> None:
+    tf.random.set_seed(seed)
+    context()._rng.setstate(numbers)  # _rng exists, since a global seed has been set.

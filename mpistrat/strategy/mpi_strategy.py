@@ -1,14 +1,15 @@
-"""MPIStrategy: tf.distribute's synchronous training with one replica per rank.
+"""MPIStrategy: tf.distribute's synchronous training with one replica per rank; and strategy(name). For users."""
 
-For users; each method says whether it is collective.
-"""
-
+import functools
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from ..api import array_ops, basics, runtime
+from ..cluster.resolver import MPIClusterResolver
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
 from ..tensorflow.bridge import names
@@ -17,10 +18,8 @@ from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientGroups, GradientOptions
 from ..tensorflow.pin_gpu import pin_by_default
 from . import checkpoints
-from .extended import RankExtended
-from .options import CommunicationOptions, agreed
-from .replica_context import reduce_op_of
-from .seeds import seed_alike
+from .extended import CommunicationOptions, RankExtended, apply_timeout, reduce_op_of
+from .input import seed_alike
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +100,12 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
         adaptations = [integration(variables != "mirrored") for integration in integrations]
         runtime.init()
-        options = agreed(communication_options)
+        options = _agreed(communication_options)
         _require_equal({"variables": variables, "compression": compression.__name__,
                         "sparse_as_dense": sparse_as_dense, "groups": groups})
-        extended = RankExtended(self, _full_name(device or _default_device()), options, random_per_rank,
-                                variables, gradient_options)
+        # The full name of the device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0".
+        device, = tf.distribute.OneDeviceStrategy(device or _default_device()).extended.worker_devices
+        extended = RankExtended(self, device, options, random_per_rank, variables, gradient_options)
         # Not the constructor of MultiWorkerMirroredStrategy, which would read TF_CONFIG and start a server.
         tf.distribute.Strategy.__init__(self, extended)
         seed_alike()
@@ -132,17 +132,42 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         op = reduce_op_of(reduce_op)
         if axis is None:
             return super().reduce(op, value, None)
+        def has_axes(value: TensorLike) -> bool:
+            return isinstance(value, tf.Tensor) and value.shape.rank != 0
+
         flat = [self.extended.local(v) for v in tf.nest.flatten(value)]
         flat = [v if isinstance(v, float | int) else tf.convert_to_tensor(v) for v in flat]
-        sums = [tf.reduce_sum(v, axis) if _has_axes(v) else v for v in flat]
+        sums = [tf.reduce_sum(v, axis) if has_axes(v) else v for v in flat]
         counts = [] if op == tf.distribute.ReduceOp.SUM else [
             tf.reduce_prod(tf.gather(tf.shape(v, tf.int64), tf.math.floormod(axis, tf.rank(v))))
-            if _has_axes(v) else tf.constant(1, tf.int64) for v in flat]
+            if has_axes(v) else tf.constant(1, tf.int64) for v in flat]
         total = super().reduce(tf.distribute.ReduceOp.SUM, [*sums, *counts], None)
         if counts:
             total = [tf.math.truediv(numerator, tf.cast(denominator, numerator.dtype))
                      for numerator, denominator in zip(total[:len(sums)], total[len(sums):], strict=True)]
         return tf.nest.pack_sequence_as(value, total)
+
+
+def _agreed(options: CommunicationOptions | None) -> CommunicationOptions:
+    """Check the options of a strategy, apply them to the engine, and return them, or the defaults. Collective.
+
+    Raises ValueError: On this rank if `options` are of another class; on every rank if the ranks' options differ.
+    """
+    if options is not None and not hasattr(options, "bytes_per_pack"):
+        raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
+                         f"Received: {options!r}")
+    options = options or CommunicationOptions()
+    own = {"bytes_per_pack": options.bytes_per_pack, "timeout_seconds": options.timeout_seconds,
+           "implementation": options.implementation.value}
+    everybody = array_ops.allgather_object(own, names.eager("strategy/options"))
+    if any(other != everybody[0] for other in everybody):
+        raise InvalidRequestError("communication_options differ among the ranks: "
+                                  + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))
+    nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
+    if options.implementation == nccl and not basics.nccl_built() and basics.rank() == 0:
+        logger.warning("CommunicationOptions ask for NCCL, which is not available. MPI reduces the tensors.")
+    apply_timeout(options)
+    return options
 
 
 def _require_equal(arguments: dict[str, object]) -> None:
@@ -154,16 +179,6 @@ def _require_equal(arguments: dict[str, object]) -> None:
             raise MismatchError(f"the ranks disagree on MPIStrategy({name}=): {describe_by_rank(values)}.")
 
 
-def _has_axes(value: TensorLike) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank != 0
-
-
-def _full_name(device: str) -> str:
-    """The full name of a device, such as "/job:localhost/replica:0/task:0/device:CPU:0" for "CPU:0"."""
-    name, = tf.distribute.OneDeviceStrategy(device).extended.worker_devices
-    return name
-
-
 def _default_device() -> str:
     """Return this rank's GPU, or the CPU. TensorFlow sees only that GPU, unless the process has decided otherwise."""
     try:
@@ -172,3 +187,91 @@ def _default_device() -> str:
         logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
+
+
+# -- what replaces each of TensorFlow's strategies under mpirun, by name -----------------------------------------------
+
+
+def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
+    """Return what replaces the strategy `name` of TensorFlow's guide under mpirun. Collective.
+
+        strategy = mpistrat.tensorflow.strategy("mirrored")
+
+    Args:
+        name: One of
+            "mirrored": MPIStrategy. One rank for each device: `mpistrat run -np <devices>`.
+            "multi_worker_mirrored": MPIStrategy.
+            "central_storage": MPIStrategy(variables="central").
+            "parameter_server": tf.distribute.ParameterServerStrategy over an MPIClusterResolver. Rank 0 is the
+                coordinator, the last rank is the parameter server, and all other ranks are workers. On the other ranks
+                the call runs TensorFlow's server until the coordinator has ended, and then ends the script like
+                sys.exit(). So only rank 0 runs the code after the call.
+            "one_device", "default": MPIStrategy on one rank, started with plain `python`.
+        **options: As for MPIStrategy, with these additions and exceptions:
+            "mirrored": Also `cross_device_ops`, as for tf.distribute.MirroredStrategy. It has no effect, because
+                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run; a warning says how they differ.
+            "parameter_server": Only `jobs` and `variable_partitioner`. `jobs` is as for MPIClusterResolver, without
+                evaluators; by default all ranks between the first and the last are workers. `variable_partitioner` is
+                as for ParameterServerStrategy.
+
+    Raises:
+        InvalidRequestError: An unknown name; "tpu"; more than one rank for "one_device" or "default"; fewer than three
+            ranks, or an evaluator among the jobs, for "parameter_server".
+        ClusterError: The jobs do not fit the ranks, on every rank.
+    """
+    if name not in _FACTORIES:
+        raise InvalidRequestError(f"strategy() takes one of the names {', '.join(_FACTORIES)}. Received: {name!r}")
+    return _FACTORIES[name](**options)
+
+
+def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **options: Any) -> MPIStrategy:
+    runtime.init()
+    if cross_device_ops is not None and basics.rank() == 0:
+        name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
+        if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
+            if runtime.current().settings.cpu_operations == "mpi":
+                logger.warning("%s: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host.", name)
+        elif isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
+            if not basics.nccl_built():
+                logger.warning("%s: NCCL is not available. %s reduces the tensors.", name, in_use)
+        else:
+            logger.warning("%s has no effect under MPI. %s reduces the tensors, with the same results.", name, in_use)
+    return MPIStrategy(**options)
+
+
+def _alone(**options: Any) -> MPIStrategy:
+    runtime.init()
+    if basics.size() > 1:
+        raise InvalidRequestError('the strategies "one_device" and "default" are for one rank. Start the script '
+                                  f'without mpirun, or write strategy("mirrored"). Received: {basics.size()} ranks')
+    return MPIStrategy(**options)
+
+
+def _parameter_server(jobs: Mapping[str, int] | None = None,
+                      variable_partitioner: Callable | None = None) -> tf.distribute.ParameterServerStrategy:
+    runtime.init()
+    if jobs is not None and jobs.get("evaluator"):
+        raise InvalidRequestError("strategy() does not start evaluators, which run another program. Use "
+                                  f"MPIClusterResolver, which gives each rank its role. Received: jobs={dict(jobs)}")
+    if jobs is None:
+        if basics.size() < 3:
+            raise InvalidRequestError('strategy("parameter_server") needs a coordinator, a worker and a parameter '
+                                      f"server. Start 3 or more ranks (mpirun -np 3). Received: {basics.size()} ranks")
+        jobs = {"chief": 1, "worker": basics.size() - 2, "ps": 1}
+    resolver = MPIClusterResolver(jobs)
+    if resolver.task_type != "chief":
+        resolver.serve()
+        sys.exit()
+    return tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=variable_partitioner)
+
+
+def _tpu(**options: Any) -> None:
+    raise InvalidRequestError('there are no TPUs under MPI. On TPUs, use tf.distribute.TPUStrategy. On CPUs and GPUs '
+                              'the same program runs with strategy("multi_worker_mirrored").')
+
+
+_FACTORIES: dict[str, Callable[..., Any]] = {
+    "mirrored": _mirrored, "multi_worker_mirrored": MPIStrategy,
+    "central_storage": functools.partial(MPIStrategy, variables="central"),
+    "parameter_server": _parameter_server, "one_device": _alone, "default": _alone, "tpu": _tpu,
+}

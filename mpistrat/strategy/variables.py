@@ -1,9 +1,11 @@
-"""The variables of a strategy: distributed variables with one component per process and rank 0's initial value.
+"""The variables of a strategy, and the ranks that have its optimizers' slots. extended.py creates the variables.
 
-They differ from TensorFlow's where TensorFlow assumes that one process has all replicas. extended.py creates them.
+They are distributed variables with one component per process and rank 0's initial value. They differ from TensorFlow's
+where TensorFlow assumes that one process has all replicas.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.distribute_utils import create_mirrored_variable
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable, SyncOnReadVariable
 
+from ..api import runtime
 from ..tensorflow import files
 from ..tensorflow.bridge.types import TensorLike
 from . import collectives
@@ -35,13 +38,9 @@ class _Number:
 
 
 class RankMirroredVariable(_Number, MirroredVariable):
-    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation.
+    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation."""
 
-    Attributes:
-        is_in_lockstep: Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
-    """
-
-    is_in_lockstep = False
+    is_in_lockstep = False  # Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
 
     def _update_replica(self, update_fn: Callable, value: TensorLike, **kwargs: Any) -> Any:
         # TensorFlow does not aggregate Python numbers: when each rank adds 1, it would add 1 instead of the sum.
@@ -119,3 +118,46 @@ def _broadcast(value: tf.Tensor, name: str | None) -> tf.Tensor:
     if not np.issubdtype(value.dtype.as_numpy_dtype, np.generic) or value.dtype in (tf.string, tf.resource, tf.variant):
         return value
     return collectives.broadcast_from_first(value, "variable", name or "")
+
+
+# -- the placement of optimizer slots on the ranks, for variables="sharded" and "central" ------------------------------
+
+_MARK = "_mpistrat_is_slot"
+
+
+def is_everywhere(variable: tf.Variable) -> bool:
+    """Whether all ranks, not only the owner, have a variable's value. The same answer on all ranks."""
+    return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
+
+
+class Slots:
+    """The optimizer slots of one strategy. `variables` is as for MPIStrategy."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, variables: str):
+        topology = runtime.current().topology
+        self._strategy, self._creates_slots = strategy, False
+        self.option = f'MPIStrategy(variables="{variables}")'  # What the user has written
+        # Whether the slots are divided among the ranks. With one rank they are not.
+        self.are_sharded = variables != "mirrored" and topology.size > 1
+        self.owner = 0 if variables == "central" else None  # The rank that has all slots
+        if self.are_sharded:
+            owners, what = (range(topology.size), "its part of the") if self.owner is None else ([self.owner], "the")
+            runtime.current().losses.irreplaceable.update(
+                dict.fromkeys(owners, f"Only it had {what} optimizers' slots: {self.option}."))
+
+    @contextmanager
+    def created(self) -> Iterator[None]:
+        """A context in which new variables are slots."""
+        before, self._creates_slots = self._creates_slots, self.are_sharded
+        try:
+            yield
+        finally:
+            self._creates_slots = before
+
+    def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        """Create a variable, or a slot in the context `created`. Collective, except for a slot."""
+        if not self._creates_slots:
+            return create(self._strategy, device, next_creator, **kwargs)
+        slot = create_alone(self._strategy, device, next_creator, **kwargs)
+        setattr(slot, _MARK, True)
+        return slot

@@ -21,7 +21,7 @@ else:
 from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..core import annotations as _annotations
-from ..process.garbage import freeze_libraries as _freeze_libraries
+from ..process.launch_env import freeze_libraries as _freeze_libraries
 from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
 from .bridge.private_names import autograph_config as _autograph
 from .bridge.private_names import is_profiled as _is_profiled

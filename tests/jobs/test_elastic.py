@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpistrat.elastic.agent_state import HOST_LOST_AFTER_S
+from mpistrat.elastic.agent import HOST_LOST_AFTER_S
 
 from ..support.jobs import Finished, needs_mpirun, run_limited
 from ..support.levels import sample

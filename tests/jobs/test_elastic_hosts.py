@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.elastic.agent_state import HOST_LOST_AFTER_S
+from mpistrat.elastic.agent import HOST_LOST_AFTER_S
 
 from ..support.hosts_in_namespaces import Hosts, two_hosts
 from ..support.jobs import Finished, wait_until

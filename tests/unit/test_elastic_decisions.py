@@ -11,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.cli import elastic_run
-from mpistrat.elastic import agent_state
-from mpistrat.elastic.agent_state import HOST_LOST_AFTER_S, STAY_S, AgentState
+from mpistrat.elastic.agent import (
+    COMMIT_LIMIT_S,
+    HOST_LOST_AFTER_S,
+    LOST_AFTER_S,
+    STAY_S,
+    AgentState,
+    Connect,
+    End,
+    Kill,
+    Tell,
+)
+from mpistrat.elastic.agent import Action as AgentAction
 from mpistrat.elastic.commits import CommitId
 from mpistrat.elastic.elastic_job import LEAVE_CODE
-from mpistrat.elastic.orders import Action, Done, Leave, Limits, Say, Start, Stop
-from mpistrat.elastic.supervisor_plan import PREEMPTED_CODE, Plan
+from mpistrat.elastic.supervisor_plan import PREEMPTED_CODE, Action, Done, Leave, Limits, Plan, Say, Start, Stop
 
 STEP_S = 0.25
 STEPS_OF_JOB = 300  # committed steps after which the ranks end
@@ -120,13 +129,13 @@ class World:
         self.keep(host, host.agent.connected())
         self.keep(host, host.agent.beat(self.plan.generation, self.now, self.now))
 
-    def keep(self, host: SimulatedHost, actions: list[agent_state.Action]) -> None:
+    def keep(self, host: SimulatedHost, actions: list[AgentAction]) -> None:
         for action in actions:
-            if isinstance(action, agent_state.Kill):
+            if isinstance(action, Kill):
                 self.die(action.pid)
-            elif isinstance(action, agent_state.End):
+            elif isinstance(action, End):
                 host.agent = None
-            elif isinstance(action, agent_state.Connect):
+            elif isinstance(action, Connect):
                 host.has_line = False
                 if host.link and host.heard < float("inf"):
                     host.heard = float("inf")
@@ -588,9 +597,9 @@ def a_agent(rank: int = 0) -> AgentState:
     return agent
 
 
-def told(actions: list[agent_state.Action]) -> list[tuple[object, str]]:
+def told(actions: list[AgentAction]) -> list[tuple[object, str]]:
     """To whom what kind of message is sent."""
-    return [(action.to, action.message["kind"]) for action in actions if isinstance(action, agent_state.Tell)]
+    return [(action.to, action.message["kind"]) for action in actions if isinstance(action, Tell)]
 
 
 def test_a_agent_keeps_the_last_two_commits_in_two_files() -> None:
@@ -621,12 +630,12 @@ def test_one_rank_at_a_time_writes() -> None:
 
 def test_a_agent_takes_no_commit_after_a_silence_and_ends_the_ranks_before_the_supervisor_gives_it_up() -> None:
     agent = a_agent()
-    assert agent_state.COMMIT_LIMIT_S < agent_state.LOST_AFTER_S < HOST_LOST_AFTER_S
+    assert COMMIT_LIMIT_S < LOST_AFTER_S < HOST_LOST_AFTER_S
     assert [agent.tick(0.25 * beat) for beat in range(17)] == [[]] * 17
-    assert agent.asked_to_write(1, CommitId(1, 1), False, agent_state.COMMIT_LIMIT_S + 0.1) == []
+    assert agent.asked_to_write(1, CommitId(1, 1), False, COMMIT_LIMIT_S + 0.1) == []
     *beats, last = (agent.tick(0.25 * beat) for beat in range(17, 22))
     assert beats == [[]] * 4
-    assert last[:3] == [agent_state.Kill(4711), agent_state.Kill(4000), agent_state.Connect()]
+    assert last[:3] == [Kill(4711), Kill(4000), Connect()]
     assert told(last) == [(None, "cut off")] and agent.newest is None
     agent = a_agent()
     agent.ended(1, 0, "")
@@ -653,10 +662,10 @@ def test_a_agent_that_was_stopped_itself_waits_for_an_answer_before_it_ends_rank
     assert agent.tick(14.0) == [] and agent.tick(15.4) == [] and agent.tick(16.8) == []
     agent = a_agent()
     agent.tick(12.5)  # It alone was stopped, and the supervisor has gone on without it.
-    assert agent.beat(2, 12.6, 12.7) == [agent_state.Kill(4711)]
+    assert agent.beat(2, 12.6, 12.7) == [Kill(4711)]
     agent = a_agent()
     agent.tick(12.5)  # The supervisor is out of reach.
-    assert agent.tick(13.9) == [] and agent_state.Connect() in agent.tick(14.6)
+    assert agent.tick(13.9) == [] and Connect() in agent.tick(14.6)
 
 
 def test_a_agent_that_is_cut_off_stays_with_its_commits_and_not_for_ever() -> None:
@@ -666,20 +675,20 @@ def test_a_agent_that_is_cut_off_stays_with_its_commits_and_not_for_ever() -> No
     for beat in range(1, 30):
         agent.tick(0.25 * beat)
     agent.closed(1)
-    assert agent.hello(2, 0, 4712, 1) == [agent_state.Kill(4712)]  # of the generation that was ended
+    assert agent.hello(2, 0, 4712, 1) == [Kill(4712)]  # of the generation that was ended
     agent.beat(2, 20.0, 20.0)
     welcome = agent.hello(3, 0, 4713, 2)[0]
     assert welcome.message["newest"]["number"] == 1
     now = 20.0
     while now < 20.0 + STAY_S:
         now += 0.5
-        assert not any(isinstance(action, agent_state.End) for action in agent.tick(now))
-    assert any(agent_state.End in kinds(agent.tick(now + beat)) for beat in range(10))
+        assert not any(isinstance(action, End) for action in agent.tick(now))
+    assert any(End in kinds(agent.tick(now + beat)) for beat in range(10))
 
 
 def test_a_agent_that_connects_again_names_its_ranks_and_keeps_no_commit_until_it_is_answered() -> None:
     agent = a_agent()
-    assert agent.disconnected() == [agent_state.Connect()]
+    assert agent.disconnected() == [Connect()]
     assert agent.asked_to_write(1, CommitId(1, 1), False, 0.1) == []
     assert told(agent.connected()) == [(None, "hello")]
     assert told(agent.beat(1, 0.2, 0.2)) == [(1, "there")]
@@ -687,9 +696,9 @@ def test_a_agent_that_connects_again_names_its_ranks_and_keeps_no_commit_until_i
 
 def test_a_new_generation_ends_the_ranks_of_the_one_before() -> None:
     agent = a_agent()
-    assert agent.beat(2, 1.0, 1.0) == [agent_state.Kill(4711)]
+    assert agent.beat(2, 1.0, 1.0) == [Kill(4711)]
     assert told(agent.asked_to_write(1, CommitId(1, 1), False, 1.0)) == [(1, "kept")] and agent.newest is None
-    assert agent.hello(2, 0, 4712, 1) == [agent_state.Kill(4712)]
+    assert agent.hello(2, 0, 4712, 1) == [Kill(4712)]
 
 
 def test_a_rank_that_starts_after_the_news_hears_that_it_is_to_leave() -> None:

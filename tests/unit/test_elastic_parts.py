@@ -34,8 +34,8 @@ from mpistrat.elastic import member, service
 from mpistrat.elastic.agent import socket_name
 from mpistrat.elastic.commits import CommitId, DamagedCommitError, Packed, load, read, save
 from mpistrat.elastic.elastic_job import ElasticJob, job_of
-from mpistrat.elastic.orders import Limits
 from mpistrat.elastic.service import addresses_towards
+from mpistrat.elastic.supervisor_plan import Limits
 from mpistrat.process.launchers import MPICH, OPEN_MPI
 from mpistrat.trace import last
 

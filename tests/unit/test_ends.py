@@ -124,9 +124,9 @@ time.sleep(60)
 
 TERMINATED = r"""
 import os, signal, sys, threading, time
-from mpistrat.process import hand_on
+from mpistrat.process import abort
 signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"saves\n"))
-hand_on.begin(3, os.environ, lambda: os.write(1, b"interrupted\n"))
+abort.hand_on(3, os.environ, lambda: os.write(1, b"interrupted\n"))
 child = os.fork()
 threading.Thread(target=lambda: [os.kill(os.getpid(), getattr(signal, name)) for name in sys.argv[1:]]).start()
 time.sleep(0.1)
@@ -150,8 +150,8 @@ def test_a_rank_of_mpistrat_run_takes_sigurg_for_sigterm_and_with_sigcont_for_ct
 
 
 def test_a_rank_that_handles_sigurg_itself_keeps_its_handler() -> None:
-    script = "signal.signal(signal.SIGURG, lambda *_: os.write(1, b'own '))\nhand_on.begin"
-    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("hand_on.begin", script), "SIGURG"],
+    script = "signal.signal(signal.SIGURG, lambda *_: os.write(1, b'own '))\nabort.hand_on"
+    done = subprocess.run([sys.executable, "-c", TERMINATED.replace("abort.hand_on", script), "SIGURG"],
                           capture_output=True, text=True, timeout=100, env={**os.environ, RUN_REPORTS: "summary"})
     assert (done.returncode, sorted(done.stdout.split()), done.stderr) == (0, ["0", "own", "own"], "")
 

@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.process import procfs
 from mpistrat.process.launch_env import identity
-from mpistrat.process.launcher_watch import launcher_among, launcher_here, workers_of
+from mpistrat.process.launcher_watch import launcher_here, workers_of
 from mpistrat.process.procfs import Process, parse_stat
 
 RANK_1 = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-a-7@1"}
@@ -32,8 +32,11 @@ def process(pid: int, parent: int = 1, group: int = 0) -> Process:
     ({**RANK_1, "PMIX_NAMESPACE": "prterun-a-9@1"}, [RANK_1, RANK_1, {}], 1),  # mpirun that a rank has started
     (RANK_1, [], None), (RANK_1, [RANK_1], None)])  # out of sight
 def test_the_launcher_is_the_first_ancestor_that_is_not_of_the_rank(
-        own: Mapping[str, str], environs: list[Mapping[str, str] | None], position: int | None) -> None:
-    found = launcher_among(identity(own), [(process(number), environ) for number, environ in enumerate(environs, 1)])
+        own: Mapping[str, str], environs: list[Mapping[str, str] | None], position: int | None,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "ancestors", lambda _: [process(number) for number in range(1, len(environs) + 1)])
+    monkeypatch.setattr(procfs, "environment_of", lambda pid: environs[pid - 1])
+    found = launcher_here(own)
     assert (None if found is None else found.pid) == position
 
 

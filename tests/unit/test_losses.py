@@ -23,8 +23,8 @@ from mpistrat.core.errors import EngineError, LostRank, RanksLostError, Recovery
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import allgather_request, specs_of
 from mpistrat.core.topology import Topology
-from mpistrat.process import abort, neighbours, procfs
-from mpistrat.process.neighbours import Neighbours
+from mpistrat.process import abort, peers, procfs
+from mpistrat.process.peers import Neighbours
 from mpistrat.process.procfs import Process
 from mpistrat.transport.host_link import FdExchange
 from mpistrat.transport.shm.segment import PACKED, HostMemory
@@ -161,7 +161,7 @@ def test_the_end_of_a_process_is_noticed(sleeper: "subprocess.Popen[bytes]", cod
 
 def test_a_process_that_is_stopped_is_told_of_until_it_goes_on(sleeper: "subprocess.Popen[bytes]",
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_STOP_LOOK_S", 0.05)
+    monkeypatch.setattr(peers, "_STOP_LOOK_S", 0.05)
     told: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
     watch = Neighbours({3: procfs.find(sleeper.pid)}, [3], lambda _: None, beside=3,
                        when_stopped=lambda *stop: told.put(stop))

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from mpistrat.cluster.cluster import ReservedPort
-from mpistrat.process.addresses import local_addresses
+from mpistrat.process.peers import local_addresses
 
 
 @pytest.fixture

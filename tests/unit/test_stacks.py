@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.process import stacks
+from mpistrat.process import error_text
 from mpistrat.process.procfs import Process
 
 LIMIT_S = 30.0
@@ -43,9 +43,9 @@ def test_names_of_all_scripts_and_the_last_of_many_frames_are_read(tmp_path: Pat
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
     frame = f'"{path}", line 2, in \u00fc'
     source = "return \u00fc(look, n - 1) if n else look()"
-    assert names["\u00fc"](stacks.main_line, 300) == f"at {frame}: {source}"
-    assert names["\u00fc"](stacks.where, 300).startswith("\n".join(
-        ["in the main thread:"] + [f"  File {frame}\n    {source}"] * stacks.MOST_FRAMES))
+    assert names["\u00fc"](error_text.main_line, 300) == f"at {frame}: {source}"
+    assert names["\u00fc"](error_text.where, 300).startswith("\n".join(
+        ["in the main thread:"] + [f"  File {frame}\n    {source}"] * error_text._MOST_FRAMES))
 
 
 def test_threads_have_their_names_and_the_lines_of_the_user_but_not_those_of_python() -> None:
@@ -55,7 +55,7 @@ def test_threads_have_their_names_and_the_lines_of_the_user_but_not_those_of_pyt
         def ask() -> str:
             begins.wait(LIMIT_S)
             until = time.monotonic() + LIMIT_S
-            while "asked.result()" not in (text := stacks.where()) and time.monotonic() < until:
+            while "asked.result()" not in (text := error_text.where()) and time.monotonic() < until:
                 time.sleep(0.01)
             return text
 
@@ -72,8 +72,8 @@ def test_threads_have_their_names_and_the_lines_of_the_user_but_not_those_of_pyt
 
 
 def test_the_thread_that_asks_may_be_in_a_collective_of_the_user() -> None:
-    assert stacks.where().startswith("in the main thread:\n")
-    assert "in test_the_thread_that_asks_may_be_in_a_collective_of_the_user" in stacks.where()
+    assert error_text.where().startswith("in the main thread:\n")
+    assert "in test_the_thread_that_asks_may_be_in_a_collective_of_the_user" in error_text.where()
 
 
 def line_of(text: str) -> int:
@@ -94,7 +94,7 @@ def with_py_spy(directory: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> 
     program.write_text(f"#!{sys.executable}\nimport sys, time\n{does}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(directory))
-    return stacks.look({3: Process(7, 0, 0, 0)}, 3)
+    return error_text.look({3: Process(7, 0, 0, 0)}, 3)
 
 
 def test_a_process_that_does_not_answer_is_seen_by_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ in thread "loader":
     ("time.sleep(60)", "no answer in 0.3 s")])
 def test_why_py_spy_does_not_see_it_is_one_line(does: str, problem: str, tmp_path: Path,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_PY_SPY_LIMIT_S", 0.3 if "sleep" in does else 60.0)
+    monkeypatch.setattr(error_text, "_PY_SPY_LIMIT_S", 0.3 if "sleep" in does else 60.0)
     text = with_py_spy(tmp_path, monkeypatch, does)
     start, text = text[0], text[1:]
     assert start == "\n" and "\n" not in text
@@ -125,8 +125,9 @@ def test_why_py_spy_does_not_see_it_is_one_line(does: str, problem: str, tmp_pat
 def test_without_py_spy_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert stacks.look({3: Process(7, 0, 0, 0)}, 3).startswith('\n"py-spy dump --pid 7" shows where rank 3 is, if you ')
-    assert stacks.look({3: Process(7, 0, 0, 0)}, 4) == '\n"py-spy dump --pid PID" on its host shows where rank 4 is.'
+    others = {3: Process(7, 0, 0, 0)}
+    assert error_text.look(others, 3).startswith('\n"py-spy dump --pid 7" shows where rank 3 is, if you ')
+    assert error_text.look(others, 4) == '\n"py-spy dump --pid PID" on its host shows where rank 4 is.'
 
 
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed (pip install py-spy)")
@@ -136,7 +137,7 @@ def test_the_real_py_spy_sees_a_process_that_keeps_the_interpreter_lock(tmp_path
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as stuck:
         assert stuck.stdout is not None and stuck.stdout.readline() == b"runs\n"
         try:
-            text = stacks.look({1: Process(stuck.pid, 0, 0, 0)}, 1)
+            text = error_text.look({1: Process(stuck.pid, 0, 0, 0)}, 1)
         finally:
             stuck.kill()
     if "does not show where rank 1 is: Permission" in text:
@@ -158,11 +159,11 @@ def test_a_destructor_that_the_garbage_collector_waits_for_is_named() -> None:
         del cyclic
         gc.collect()
 
-    assert not stacks.where().endswith(stacks._COLLECTING)
+    assert not error_text.where().endswith(error_text._COLLECTING)
     thread = threading.Thread(target=collect)
     thread.start()
     assert called.wait(LIMIT_S)
-    text = stacks.where()
+    text = error_text.where()
     end.set()
     thread.join()
-    assert text.endswith(stacks._COLLECTING)
+    assert text.endswith(error_text._COLLECTING)

@@ -1,8 +1,7 @@
 """Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
 
-trainer: fit, evaluate, predict, and the random seeds of layers. losses: the weight of each rank's loss. optimizer:
-reduction of gradients, and divided state. gradients: the weights of uneven batches. empty_parts: evaluate and predict
-without rows. adopted_callbacks: the callbacks of evaluate. saving: files of models. step_state: the state that these
+trainer: fit, evaluate, predict, random seeds of layers, and files of models. losses: the weight of each rank's loss.
+optimizer: reduction of gradients, weights of uneven batches, and divided state. step_state: the state that these
 modules share while a step is traced. keras2: Keras 2 only.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
@@ -21,7 +20,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 10):
 
 from ...keras.bridge import patches
 from ...keras.bridge.patches import PATCHES, undo
-from . import adopted_callbacks, losses, optimizer, saving, step_state, trainer  # noqa: F401
+from . import losses, optimizer, step_state, trainer  # noqa: F401
 
 __all__ = ["PATCHES", "apply", "undo"]
 

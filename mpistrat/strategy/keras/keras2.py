@@ -17,8 +17,6 @@ from .step_state import strategy_here
 
 
 class _Step(threading.local):
-    """The step that this thread traces."""
-
     def __init__(self) -> None:
         self.scaled: list[tf.Tensor] = []  # Losses that Keras has divided by the number of ranks
 

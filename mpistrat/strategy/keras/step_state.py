@@ -1,8 +1,7 @@
 """State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
 
 A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
-assigns the variable, and the compiled step reads it. Each model has its own variables, because several threads may call
-fit, each for another model.
+assigns the variable, and the compiled step reads it. Each model has its own, since several threads may call fit.
 """
 
 import contextlib
@@ -26,13 +25,10 @@ T = TypeVar("T")
 
 
 class Flags:
-    """The flags of one model, equal on all ranks: variables, and the values last assigned to them.
-
-    "usual_rows" is the number of rows of a full batch on each rank. "logs_wanted" is whether a callback reads the logs
-    of each batch.
-    """
+    """The flags of one model, equal on all ranks: variables, and the values last assigned to them."""
 
     def __init__(self) -> None:
+        # The number of rows of a full batch on each rank, and whether a callback reads the logs of each batch.
         self._scalars = {"usual_rows": LocalScalar(tf.int64, 1), "logs_wanted": LocalScalar(tf.bool, 1)}
         self._assigned: dict[str, int | bool] = {}
 
@@ -51,9 +47,7 @@ _flags: "weakref.WeakKeyDictionary[keras.Model, Flags]" = weakref.WeakKeyDiction
 
 
 def flags_of(model: keras.Model) -> Flags:
-    if model not in _flags:
-        _flags[model] = Flags()
-    return _flags[model]
+    return _flags.get(model) or _flags.setdefault(model, Flags())
 
 
 class StepState(threading.local):
@@ -68,7 +62,7 @@ class StepState(threading.local):
     losses_within = 0  # The depth of nested calls of Keras losses
     reducer: GradientReducer | None = None  # The reducer of the optimizer that is applying gradients
     total: tf.Tensor | None = None  # The sum of all ranks' weights, once a collective has computed it
-    # The model of the step, and whether this rank has no rows; see empty_parts.py.
+    # The model of the step, and whether this rank has no rows; see trainer.py.
     called: tuple[keras.Model, tf.Tensor] | None = None
     # The flags of the model of the latest step, if Keras ignores the step's logs, so that the ranks' logs may differ.
     may_differ: Flags | None = None
@@ -126,27 +120,17 @@ def share(of: tf.Tensor | None = None) -> tf.Tensor:
     The share of the rows, or of the scalar `of` summed over the ranks. Requires `state.weight`. Collective, except for
     rows whose total an earlier collective has computed.
     """
+    assert state.weight is not None
     size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
-    if of is not None:
-        return tf.math.divide_no_nan(of * size, _totals([of])[0])
-    assert state.weight is not None
-    return state.weight * size / total_weight()
-
-
-def total_weight() -> tf.Tensor:
-    """Return the sum of all ranks' weights. Collective, unless an earlier collective has computed it."""
     total = captured_in_function(state.total)
-    return _totals([])[0] if total is None else total
-
-
-def _totals(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the sums of scalars over the ranks, and then the sum of the weights if it is unknown. Collective."""
-    assert state.weight is not None
-    is_known = captured_in_function(state.total) is not None
-    totals = collectives.all_reduce(values if is_known else [*values, state.weight], tf.distribute.ReduceOp.SUM, "rows")
-    if not is_known:
+    if of is None and total is not None:
+        return state.weight * size / total
+    # A weight whose sum is not known yet is summed in the same collective.
+    values = [*([] if of is None else [of]), *([state.weight] if total is None else [])]
+    totals = collectives.all_reduce(values, tf.distribute.ReduceOp.SUM, "rows")
+    if total is None:
         state.total = totals[-1]
-    return totals
+    return state.weight * size / totals[0] if of is None else tf.math.divide_no_nan(of * size, totals[0])
 
 
 def is_scaled(loss: object) -> bool:

@@ -1,4 +1,4 @@
-"""Keras' trainer under MPIStrategy: fit, evaluate and predict, the logs of a step, and the random seeds of layers.
+"""Keras' trainer under MPIStrategy: fit, evaluate and predict, logs, random seeds of layers, and files of models.
 
 The replacements of methods of Model run outside of a replica, in the program's thread. The step function and the
 functions that it calls (reduce_per_replica, the seeds) run while TensorFlow traces the step.
@@ -13,56 +13,49 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
+from keras.callbacks import CallbackList
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
 from ...core.request import Max
+from ...keras.bridge.keras2_arguments import bound
 from ...keras.bridge.nested_optimizers import distributed_in, parts_of
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
-from ...keras.bridge.private_names import BaseTrainer, all_layers
+from ...keras.bridge.private_names import BaseTrainer, all_layers, saving_lib
 from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
 from ...keras.bridge.private_names import trainer as keras_trainer
 from ...keras.bridge.row_counts import rows_of
 from ...keras.bridge.running_statistics import average_statistics, running_statistics
 from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
+from ...keras.fit.fit_callbacks import users_callbacks
+from ...keras.fit.fit_states import reads_logs
+from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
+from ...tensorflow import files
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Structure, TensorLike
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.xla import context as xla
-from ..input import rows_in_order, takes_from_generator
+from ..input import rows_in_order, state_of_first_rank, takes_from_generator
 from ..mpi_strategy import MPIStrategy
-from ..seeds import state_of_first_rank
 from ..variables import RankMirroredVariable
 from . import step_state
-from .empty_parts import never_called_without_rows
 from .optimizer import adopt
 from .step_state import state, strategy_here, strategy_of
 
 T = TypeVar("T")
 
 
-# -- what is made outside of the scope of a model ---------------------------------------------------------------------
-
-
-def _bring_in_metrics(model: keras.Model, strategy: MPIStrategy) -> None:
-    """Make the variables of metrics that were made outside of the scope variables of the strategy. Collective."""
-    with strategy.scope():
-        for variable in (variable for metric in model.metrics for variable in metric.variables):
-            if not strategy.extended.variable_created_in_scope(variable.value):
-                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _users_level() -> int:
     """Return the stacklevel at which a warning of the calling function points to user code."""
     frames = traceback.walk_stack(sys._getframe(1))
     return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 @replaces(Trainer, "_make_function",
@@ -83,7 +76,6 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     # Keras' own steps do not use the logs, so the ranks may return different logs.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
         "train_step", "test_step", "compute_metrics", "get_metrics_result"))
-
     trains = step_function == self.train_step
 
     def step(data: object) -> object:
@@ -133,14 +125,11 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
     logs = tf.nest.flatten(values)
     if not logs:
         return values
-
-    def reduced() -> Structure:
-        return strategy.reduce("MEAN", values, axis=0)
-
     flags, state.may_differ = state.may_differ, None
     if flags is None or not all(log.dtype.is_floating for log in logs):
-        return reduced()
-    return tf.cond(flags.read("logs_wanted"), reduced, lambda: tf.nest.map_structure(tf.identity, values))
+        return strategy.reduce("MEAN", values, axis=0)
+    return tf.cond(flags.read("logs_wanted"), lambda: strategy.reduce("MEAN", values, axis=0),
+                   lambda: tf.nest.map_structure(tf.identity, values))
 
 
 @replaces(BaseTrainer, "_get_metrics_result_or_logs",
@@ -193,7 +182,10 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     # A model without a call() is built by its train_step, as without a strategy.
     if getattr(type(self), "call", None) is not keras.Model.call:
         original(self, None, data_batch)
-    _bring_in_metrics(self, strategy)
+    with strategy.scope():  # The metrics may have been made outside of it.
+        for variable in (variable for metric in self.metrics for variable in metric.variables):
+            if not strategy.extended.variable_created_in_scope(variable.value):
+                variable._initialize(tf.convert_to_tensor(variable))  # a new tf.Variable, of this scope
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
@@ -219,17 +211,16 @@ def _any_rows(leaf: object) -> object:
 
 
 def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
-    return tf.nest.map_structure(_spec_of_replica, iterator._distributed_dataset.element_spec)
+    def of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
+        # `spec` is of a distributed value, or with one replica of a tensor.
+        is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
+        return spec if is_local else spec._value_specs[0]
 
-
-def _spec_of_replica(spec: tf.TypeSpec) -> tf.TypeSpec:
-    """Return the spec of this replica's value. `spec` is of a distributed value, or with one replica of a tensor."""
-    is_local = isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec | tf.OptionalSpec)
-    return spec if is_local else spec._value_specs[0]
+    return tf.nest.map_structure(of_replica, iterator._distributed_dataset.element_spec)
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
-    """Return whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
+    """Whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(iterator._distributed_dataset) and all(
@@ -238,9 +229,8 @@ def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
 
 
 def _symbolic(spec: tf.TypeSpec) -> keras.KerasTensor | None:
-    if isinstance(spec, tf.OptionalSpec):
-        return None
-    return keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
+    return None if isinstance(spec, tf.OptionalSpec) else \
+        keras.KerasTensor(spec.shape, spec.dtype.name, sparse=isinstance(spec, tf.SparseTensorSpec))
 
 
 @replaces(keras_trainer.TFEpochIterator, "__init__", "each rank would shuffle in its own order",
@@ -272,8 +262,7 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
     strategy = strategy_here()
     if strategy is None or not strategy.extended.random_per_rank:
         return seed
-    rank = runtime.current().topology.rank
-    return seed + tf.cast(tf.constant([rank * 1_000_003, 0]), seed.dtype)
+    return seed + tf.cast(tf.constant([runtime.current().topology.rank * 1_000_003, 0]), seed.dtype)
 
 
 # -- running statistics -----------------------------------------------------------------------------------------------
@@ -284,12 +273,12 @@ def next_seed(original: Function, self: keras.random.SeedGenerator, ordered: boo
 def predict(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
     strategy = strategy_of(self)
     if strategy is not None and strategy.num_replicas_in_sync > 1:
-        average(self)
+        _average(self)
     with rows_in_order():
         return original(self, *args, **kwargs)
 
 
-def average(model: keras.Model) -> StrategyTraining:
+def _average(model: keras.Model) -> StrategyTraining:
     """Average the running statistics of a model, and return its StrategyTraining. Collective; not in a replica."""
     training = StrategyTraining(model)
     average_statistics(training)
@@ -323,3 +312,142 @@ def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> 
 
     tf.cond(state.rows == 0, restore, lambda: tf.constant(0))
     return outputs
+
+
+# -- evaluate and predict on a rank without rows -----------------------------------------------------------------------
+# The model gets one row of zeros, which is removed from the outputs.
+#
+# A global batch with fewer rows than ranks leaves some ranks without rows, and so does the end of a rank's data. These
+# ranks take part in the collectives of the step. But TensorFlow fails for some models without rows, in one process too
+# (the constants that grappler folds have one row: "Incompatible shapes: [1,1,1,32] vs. [0,64,64,3]" in EfficientNet),
+# and the other ranks would wait. Training gets no row of zeros, since the row would count: layers may take the mean
+# over the rows of all ranks.
+
+
+@contextlib.contextmanager
+def never_called_without_rows(model: keras.Model, data: object) -> Iterator[None]:
+    strategy, before = strategy_of(model), state.called
+    # XLA compiles a function for each number of rows, and does not fold in this way.
+    is_needed = strategy is not None and strategy.num_replicas_in_sync > 1 and not xla.is_compiled()
+    state.called = (model, is_empty) if is_needed and (is_empty := _is_empty(data)) is not None else None
+    try:
+        yield
+    finally:
+        state.called = before
+
+
+def _is_empty(data: object) -> tf.Tensor | None:
+    """Return whether a batch has no rows: a constant True if the shape has none, None if it has some."""
+    known = {leaf.shape[0] for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
+    if 0 in known:
+        return tf.constant(True)
+    rows = rows_of(data) if not known or None in known else None
+    return None if rows is None else rows == 0
+
+
+@replaces(Trainer, "predict_step", "a model of which TensorFlow fails without rows would fail",
+          "y_pred = self(x, training=False)")
+def predict_step(original: Function, self: keras.Model, data: object) -> object:
+    with never_called_without_rows(self, data):
+        return original(self, data)
+
+
+@replaces(keras.Model, "__call__", "likewise", "super().__call__(*args, **kwargs)")
+def call(original: Function, self: keras.Model, *args: object, **kwargs: object) -> Any:
+    if state.called is None or state.called[0] is not self:
+        return original(self, *args, **kwargs)
+    is_empty = state.called[1]
+    args, kwargs = keras.tree.map_structure(lambda value: _with_rows(value, is_empty), (args, kwargs))
+    counted = [v for layer in (self, *all_layers(self)) for metric in layer._metrics for v in metric.variables]
+    before = [tf.identity(v.value) for v in counted]
+    outputs = original(self, *args, **kwargs)
+    for variable, value in zip(counted, before, strict=True):
+        variable.assign(tf.where(is_empty, value, variable.value))
+    return keras.tree.map_structure(lambda value: _without_rows(value, is_empty), outputs)
+
+
+def _with_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
+    if not _may_be_empty(value):
+        return value
+
+    def zeros() -> tf.Tensor:
+        # Sizes of a row that the spec of the input does not give are unknown here.
+        return tf.zeros(tf.concat([[1], tf.maximum(tf.shape(value)[1:], 1)], 0), value.dtype)
+
+    return _either(is_empty, zeros, value)
+
+
+def _without_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
+    is_known = tf.get_static_value(is_empty)  # Then the model had one row, by the shape too.
+    if not (_may_be_empty(value) or (is_known and isinstance(value, tf.Tensor) and value.shape.rank)):
+        return value
+    result = _either(is_empty, lambda: value[:0], value)
+    mask = getattr(value, "_keras_mask", None)
+    if mask is not None:
+        result._keras_mask = _without_rows(mask, is_empty)
+    return result
+
+
+def _may_be_empty(value: object) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and (
+        value.shape.rank is None or not value.shape[0])
+
+
+def _either(is_empty: tf.Tensor, other: Function, value: tf.Tensor) -> tf.Tensor:
+    if tf.get_static_value(is_empty):  # The shape keeps 0 rows, which Keras' losses use.
+        return other()
+    result = tf.cond(is_empty, other, lambda: tf.identity(value))
+    if value.shape.rank is not None:
+        result.set_shape([None, *value.shape[1:]])
+    return result
+
+
+# -- the callbacks of evaluate; mpistrat/keras/fit has those of fit ----------------------------------------------------
+
+
+@replaces(Trainer, "evaluate", "the ranks would evaluate models with different running statistics",
+          "self.make_test_function()")
+def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: object) -> object:
+    strategy = strategy_of(self)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return original(self, *args, **kwargs)
+    training = _average(self)
+    call = bound(original, self, *args, **kwargs)
+    given = call.arguments.get("callbacks")
+    if isinstance(given, CallbackList):  # fit validates, and has looked at its callbacks.
+        return original(*call.args, **call.kwargs)
+    # The ranks may have different callbacks. If no callback reads the logs of a step, they are not reduced.
+    callbacks = users_callbacks(given)
+    own = tuple(entry_of(callback, training) for callback in callbacks), any(map(reads_logs, callbacks))
+    of_ranks = array_ops.allgather_object(own, f"{training.name}/evaluate")
+    call.arguments["callbacks"] = wrapped = written_once(callbacks, training)
+    assign_roles(wrapped, [entries for entries, _ in of_ranks], training)
+    values = step_values_of(self)
+    before, values.reads_logs = values.reads_logs, any(reads for _, reads in of_ranks)
+    try:
+        return original(*call.args, **call.kwargs)
+    finally:
+        values.reads_logs = before
+
+
+# -- files of models; keras/optimizers/whole_files.py has the rules for all models -------------------------------------
+
+
+@replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
+          "ref_obj = Layer()")
+def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
+    """Run without collectives: Keras makes an object to list the attributes of its class, on one rank."""
+    with files.alone():
+        return original(obj_type)
+
+
+@replaces(keras.Variable, "_copy_trackable_to_cpu",
+          "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable",
+          "tf.Variable(object_map[self.value])")
+def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:
+    """An asynchronous checkpoint copies each variable to the CPU; from the second one on it reuses the copy."""
+    if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
+        return original(self, object_map)
+    self.value._copy_trackable_to_cpu(object_map)
+    object_map[self].assign(object_map[self.value])
+    return None
