@@ -9,7 +9,7 @@ One rank, the centre, listens. Each other rank has a connection to the centre, w
   kernel answers for a process that is stopped or holds the interpreter's lock, so such a process is not lost.
 
 Used for other hosts of a job (api/lost_ranks.py), and for all ranks of clusters with parameter servers
-(cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit.
+(cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit.
 """
 
 import enum

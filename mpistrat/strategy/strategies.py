@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..api import basics, runtime
-from ..cluster.resolver import MPIClusterResolver
+from ..cluster import MPIClusterResolver
 from ..core.errors import InvalidRequestError
 from .mpi_strategy import MPIStrategy
 
