@@ -264,7 +264,7 @@ def barrier_request(name: str) -> Request:
 
 @lru_cache(KEPT_REQUESTS)
 def join_request(process_set: int = 0) -> Request:
-    """Return the request of join(): without tensors, complete when all ranks have joined. See negotiation/joined.py."""
+    """Return the request of join(): without tensors, complete when all ranks have joined (negotiation/subtree.py)."""
     return Request(CollectiveType.JOIN, "join()", process_set=process_set)
 
 

@@ -29,8 +29,8 @@ from ..core.topology import Topology
 from ..core.tuning import ENGINE_SPIN_S, GPU_LOOK_S, OBSERVER_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
-from ..negotiation.joined import JOIN
 from ..negotiation.messages import OBSERVER, Announcement, Decision, EndReason
+from ..negotiation.subtree import JOIN
 from .executor import Executor
 from .queue import TensorQueue
 
@@ -303,8 +303,8 @@ class Controller:
 
         All ranks pass the same arguments. `setting` is the user's name of the limit, for the error.
         """
-        self._coordinator.stalls.abort_after(seconds, setting)
-        self._fast_path.abort_s = seconds
+        stalls = self._coordinator.stalls
+        stalls.abort_setting, stalls.abort_s, self._fast_path.abort_s = setting, seconds, seconds
 
     # -- for the thread that drives -----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from ..core.handle import Entry, Handle, Origin
 from ..core.protocols import Array
 from ..core.request import Request
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
-from ..negotiation.joined import JOIN
+from ..negotiation.subtree import JOIN
 from .controller import BrokenOffError, Controller
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from .not_finite import FiniteWatch
 # -- neutral tensors ---------------------------------------------------------------------------------------------------
 # A rank in join() takes part in the collectives of the other ranks with neutral tensors. Pure.
 #
-# Neutral tensors do not change the result. negotiation/joined.py describes join().
+# Neutral tensors do not change the result. negotiation/subtree.py describes join().
 
 
 def neutral_arrays(request: Request) -> list[np.ndarray]:

@@ -17,16 +17,11 @@ from ..core.errors import MessageError
 from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
 from ..core.tuning import LONGEST_CYCLE_S
-from .joined import problem_without
 from .messages import Announcement, Decision, EndReason
-from .pending import Pending
-from .stall_watch import AnswerWatch, StallWatch
-from .subtree import Subtree
-from .tensor_reports import describe_ended, describe_mismatch, describe_mismatch_in_graph
+from .reports import AnswerWatch, StallWatch, describe_ended, describe_mismatch, describe_mismatch_in_graph
+from .subtree import Pending, Subtree, problem_without
 
 # -- rank 0 ------------------------------------------------------------------------------------------------------------
-# A decision has the requests that all ranks execute next, in order, the errors of requests on which the ranks disagree,
-# and the end of the engines with its reason. Called by the coordinator of rank 0.
 
 
 class Root:
@@ -40,16 +35,15 @@ class Root:
     def decide(self, now: float, quiet_s: float) -> Decision | None:
         """Return the decision that is due now, or None if nothing is to be decided. Arguments: see `advance`."""
         subtree, joined = self._subtree, self._subtree.joined
-        ready = subtree.take_ready()
         agreed: list[int | tuple[int | None, Request]] = []
         absent: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
         mismatch_in_graph = ""
-        for pending in (*ready, *self._completed_by_joins()):
+        for pending in (*subtree.take_ready(), *self._completed_by_joins()):
             missing = tuple(pending.missing()) if joined.ranks else ()
             request, problem = self._outcome(pending, missing)
             if request is not None:
-                numbers = self._subtree.numbers
+                numbers = subtree.numbers
                 number = numbers.number_of(request)
                 agreed.append((numbers.give(request), request) if number is None else number)
                 absent.append(missing)
@@ -85,7 +79,8 @@ class Root:
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
         """Return (request to execute, "") or (None, error). `missing`: The ranks that have joined and not submitted."""
-        request = pending.agreed_by_present() if missing else pending.agreed()
+        requests: list[Request | None] = [*pending.by_request()] if missing else [pending.agreed()]
+        request = requests[0] if len(requests) == 1 else None
         if request is None:
             return None, describe_mismatch(pending.by_request(), self._subtree.topology)
         problem = problem_without(missing, request, self._subtree.topology) if missing else ""
@@ -100,8 +95,7 @@ class Root:
             for name, pending in subtree.incomplete().items():
                 lost = sorted(set(pending.missing()) & ended.completed.keys())
                 if lost:
-                    return (EndReason.RANK_LEFT,
-                            describe_ended(subtree.topology, name, pending, lost, ended.completed))
+                    return EndReason.RANK_LEFT, describe_ended(subtree.topology, name, pending, lost, ended.completed)
             if len(ended.completed) == subtree.node.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if stall := self._stalls.reason_to_end(now):
@@ -122,18 +116,13 @@ class Coordinator:
     The caller passes the requests of this rank to `submit`, its end to `end`, and messages of other ranks to `receive`.
     Then the caller calls `advance`, and sends the message that `advance` returns.
 
-    Args:
-        cache_capacity: How many requests get a number.
-        stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
-        stall_abort_s: Age in seconds at which an incomplete request ends the engines; None: never.
-        deadlock_s: Seconds without news after which the engines end if all ranks wait; None: never.
+    `cache_capacity`: How many requests get a number. For the other arguments see StallWatch.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, deadlock_s: float | None = None):
         self._subtree = Subtree(topology, cache_capacity)
         node = self._subtree.node
-        # rank, parent, children, neighbours: As in tree.Node.
         self.rank, self.parent, self.children, self.neighbours = node.rank, node.parent, node.children, node.neighbours
         # The incomplete requests of the subtree that are too old.
         self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
@@ -156,7 +145,9 @@ class Coordinator:
 
     def fail(self, text: str, is_stall: bool = False) -> None:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
-        self._subtree.ended.fail(text, is_stall)
+        ended = self._subtree.ended
+        if ended.failure is None:  # Only the first failure is kept.
+            ended.failure, ended.is_stall = text, is_stall
 
     def request_vote_end(self) -> None:
         """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
@@ -267,9 +258,8 @@ class Coordinator:
 
         Rank 0 needs these requests for a report, or because a rank has ended or joined.
         """
-        after_s = self.stalls.pass_on_s
-        if self._subtree.ended.are_any or self._subtree.joined.ranks:
-            after_s = 0.0
+        is_urgent = self._subtree.ended.are_any or self._subtree.joined.ranks
+        after_s = 0.0 if is_urgent else self.stalls.pass_on_s
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
         for pending in self._subtree.pending.values():
             if now - pending.since >= after_s and (present := len(pending.present())) != pending.passed_on:
