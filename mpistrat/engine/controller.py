@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.errors import DeadlockError, EngineError, MismatchError, RanksLostError, ShutdownError, StallError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, Observer, Outcome, RankLeftError
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
 from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
@@ -38,8 +38,7 @@ from .queue import TensorQueue
 # An engine ends by a shutdown on all ranks, by a failure, or without the other ranks.
 #
 # In each case, operations in flight fail with an error that names the cause, and the other ranks receive the cause. The
-# controller calls this part in the thread that drives. Any thread may call `abandon` and `break_off`.
-
+# controller calls this part in the thread that drives.
 
 logger = logging.getLogger(__name__)
 
@@ -71,67 +70,40 @@ class BrokenOffError(EngineError):
                          "all ranks. To go on in the same process, call shutdown() and init() on every rank.")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an engine. The controller makes them, and the life cycle ends them."""
-
-    rank: int  # This rank in the job.
-    control: ControlPlane
-    coordinator: Coordinator
-    fast_path: FastPath
-    executor: Executor
-    queue: TensorQueue
-    clock: Callable[[], float]  # Seconds, from any origin.
-    interruption: Interruption  # Ends the cycles if ranks are lost.
-
-
 class LifeCycle:
     """Ends the engine of one rank."""
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
-        self._abandoned: EngineError | None = None
-        self._broken_off: BrokenOffError | None = None
+    def __init__(self, controller: "Controller", interruption: Interruption):
+        self._controller, self._control, self._coordinator = controller, controller.control, controller._coordinator
+        self._executor, self._queue, self._interruption = controller.executor, controller.queue, interruption
         self.ended = threading.Event()  # Set when there are no more cycles.
         self.error: Exception | None = None  # The error that ended the engine; None after a shutdown on all ranks.
-        # is_end_requested: This rank will submit no more. Any thread may set it; the next cycle announces it.
-        # is_end_announced: The coordinator knows that this rank will submit no more.
-        self.is_end_requested = self.is_end_announced = False
-
-    # -- from any thread ----------------------------------------------------------------------------------------------
-
-    def abandon(self, reason: str) -> None:
-        """End in the next cycle, without the other ranks."""
-        self._abandoned = EngineError(reason)
-
-    def break_off(self, error: BrokenOffError) -> None:
-        """End in the next cycle, on all ranks."""
-        self._broken_off = error
-
-    # -- from the thread that drives ----------------------------------------------------------------------------------
+        # Any thread may set these three:
+        self.abandoned: EngineError | None = None  # The error with which to end in the next cycle, on this rank only.
+        self.broken_off: BrokenOffError | None = None  # The error with which to end in the next cycle, on all ranks.
+        self.is_end_requested = False  # This rank will submit no more. The next cycle announces it.
+        self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
     def announce_end(self) -> None:
         """Announce that this rank submits no more, if the end was requested and not yet announced."""
         if self.is_end_requested and not self.is_end_announced:
             self.is_end_announced = True
-            self._parts.coordinator.end(self._parts.queue.completed)
+            self._coordinator.end(self._queue.completed)
 
     def end_if_abandoned(self) -> bool:
-        """End the engine if `abandon` was called, or ranks are lost. Returns whether this call has ended the engine.
+        """End the engine if it is abandoned, or ranks are lost. Returns whether this call has ended the engine.
 
-        If `break_off` was called, raises its argument.
+        Raises `broken_off`, if it is set and no ranks are lost.
         """
         if self.ended.is_set():
             return False
-        if self._parts.interruption.error is not None:
-            self._end(self._parts.interruption.error, is_shutdown=False)
-            return True
-        if self._broken_off is not None:
-            raise self._broken_off
-        if self._abandoned is None:
-            return False
-        self._end(self._abandoned, is_shutdown=False)
-        return True
+        lost = self._interruption.error
+        if lost is None and self.broken_off is not None:
+            raise self.broken_off
+        error = lost or self.abandoned
+        if error is not None:
+            self._end(error, is_shutdown=False)
+        return error is not None
 
     def end_by(self, decision: Decision) -> None:
         """End the engine for the reason that rank 0 has decided, `decision.end`, which is not None."""
@@ -144,100 +116,73 @@ class LifeCycle:
         If ranks are lost, the error is a consequence, and is not sent. Other ranks notice the loss by themselves.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
-            self._parts.interruption.await_error()
-        if self._parts.interruption.error is not None:
-            self._parts.executor.data.abandon(False)
-            self._end(self._parts.interruption.error, is_shutdown=False)
+            self._interruption.await_error()
+        if self._interruption.error is not None:
+            self._executor.data.abandon(False)
+            self._end(self._interruption.error, is_shutdown=False)
             return
         cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
         if cause or isinstance(error, BrokenOffError):
             error = EngineError(cause or str(error))
         elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
-            error = EngineError(f"The engine of rank {self._parts.rank} failed: {error!r}\n{where}")
-        self._parts.executor.data.abandon(isinstance(error, StallError))
+            error = EngineError(f"The engine of rank {self._controller.topology.job_rank} failed: {error!r}\n{where}")
+        self._executor.data.abandon(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
 
     def _cause_elsewhere(self) -> str:
         """Return the failure text of the rank that has left a collective; "" if none arrives within _LAST_MESSAGE_S."""
         for _ in range(_LAST_MESSAGE_LOOKS):
-            for source, message in self._parts.control.poll():
+            for source, message in self._control.poll():
                 if message.startswith(OBSERVER):
                     continue
-                text = Decision.from_bytes(message).end_text if source == self._parts.coordinator.parent else \
+                text = Decision.from_bytes(message).end_text if source == self._coordinator.parent else \
                     Announcement.from_bytes(message).failure
                 if text:
                     return text
-            self._parts.control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
+            self._control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
         return ""
 
     def _send_failure(self, error: EngineError) -> None:
         try:
             text, is_stall = str(error), isinstance(error, StallError)
-            coordinator = self._parts.coordinator
+            coordinator = self._coordinator
             coordinator.fail(text, is_stall)
-            announcement, decision = coordinator.advance(self._parts.clock())
+            announcement, decision = coordinator.advance(self._controller.clock())
             last = decision
             if announcement is not None:
-                self._parts.control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the next decision of rank 0, so it sends its own decision to its children.
                 last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
             if last is not None:
                 message = last.to_bytes()
                 for child in coordinator.children:
-                    self._parts.control.send(child, message)
+                    self._control.send(child, message)
             # The engine ends now, and sends nothing afterwards.
-            self._parts.control.flush(coordinator.neighbours,
+            self._control.flush(coordinator.neighbours,
                                       _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
         except Exception:  # `error` is reported in any case. This second failure goes to the log.
-            logger.debug("rank %d: the failure could not be sent to the other ranks", self._parts.rank, exc_info=True)
+            logger.debug("rank %d: the failure could not be sent to the other ranks",
+                         self._controller.topology.job_rank, exc_info=True)
 
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
         if not is_shutdown and not isinstance(error, RanksLostError):  # After a loss the other ranks may go on.
-            self._parts.executor.observer.fail()
-        if self._parts.fast_path.is_waiting:
+            self._executor.observer.fail()
+        if self._controller._fast_path.is_waiting:
             # Other ranks may execute the operation that this rank has voted for.
-            self._parts.executor.data.abandon(isinstance(error, StallError))
+            self._executor.data.abandon(isinstance(error, StallError))
         if not is_shutdown:
-            self._parts.executor.device.halt()
-        for entry in (*self._parts.executor.device.unfinished(), *self._parts.queue.close(refusal)):
+            self._executor.device.halt()
+        for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
-        logger.debug("rank %d: the engine has ended: %s", self._parts.rank, refusal)
+        logger.debug("rank %d: the engine has ended: %s", self._controller.topology.job_rank, refusal)
         if not is_shutdown:
-            self._parts.executor.device.abandon()  # Last: the GPU may never answer.
-
-
-# -- messages of observers ---------------------------------------------------------------------------------------------
-# Carries the messages of the ranks' observers over the control plane, between messages of the negotiation.
-
-
-class ObserverMessages:
-    """Sends the messages of this rank's observer, and relays those of other ranks. Used in the thread that drives."""
-
-    def __init__(self, control: ControlPlane, coordinator: Coordinator, observer: Observer):
-        self._control, self._observer = control, observer
-        self._parent, self._children = coordinator.parent, coordinator.children
-
-    def send(self) -> None:
-        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
-        receivers = self._children if self._parent is None else (self._parent,)
-        if not self._control.is_sending_to(receivers):
-            message = OBSERVER + self._observer.outgoing.popleft()
-            for receiver in receivers:
-                self._control.send(receiver, message)
-
-    def take(self, source: int, message: bytes) -> None:
-        """Take a message that begins with OBSERVER. Messages go from rank 0 to all ranks, or from a rank to rank 0."""
-        parent = self._parent
-        if parent in (None, source):
-            self._observer.receive(message[len(OBSERVER):])
-        for receiver in self._children if source == parent else () if parent is None else (parent,):
-            self._control.send(receiver, message)
+            self._executor.device.abandon()  # Last: the GPU may never answer.
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------
@@ -285,11 +230,9 @@ class Controller:
             self._coordinator.stalls.look = self._fast_path.look = look
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
-        self._observers = ObserverMessages(control, self._coordinator, executor.observer)
         self._outgoing = executor.observer.outgoing
-        # Ends the cycles. Any thread may call some of its methods.
-        self.life = LifeCycle(Parts(topology.job_rank, control, self._coordinator, self._fast_path, executor,
-                                    self.queue, clock, interruption or Interruption()))
+        # Ends the cycles. Any thread may set some of its attributes.
+        self.life = LifeCycle(self, interruption or Interruption())
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0  # The number of times that all ranks have completed a join().
         self._learned: deque[_Learned] = deque()
@@ -377,13 +320,13 @@ class Controller:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
         if self._outgoing:
-            self._observers.send()
+            self._send_observed()
         else:
             self.life.announce_end()
         has_news = False  # Messages of observers and answers are no news, since they also come in a deadlock.
         for source, message in messages:
             if message.startswith(OBSERVER):
-                self._observers.take(source, message)
+                self._take_observed(source, message)
                 continue
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
@@ -410,6 +353,23 @@ class Controller:
         if is_busy:
             self._busy_at = self.clock()  # Read again: the executed operations may have taken long.
         return is_busy
+
+    def _send_observed(self) -> None:
+        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
+        parent = self._coordinator.parent
+        receivers = self._coordinator.children if parent is None else (parent,)
+        if not self.control.is_sending_to(receivers):
+            message = OBSERVER + self._outgoing.popleft()
+            for receiver in receivers:
+                self.control.send(receiver, message)
+
+    def _take_observed(self, source: int, message: bytes) -> None:
+        """Take a message of an observer, which goes from rank 0 to all ranks, or from a rank to rank 0."""
+        parent = self._coordinator.parent
+        if parent in (None, source):
+            self.executor.observer.receive(message[len(OBSERVER):])
+        for receiver in self._coordinator.children if source == parent else () if parent is None else (parent,):
+            self.control.send(receiver, message)
 
     def _submit(self, entries: list[Entry], now: float) -> None:
         for entry in entries:

@@ -148,7 +148,7 @@ class Engine:
         `cause`: A sentence that says what has happened, and on which rank.
         """
         error = BrokenOffError(cause)
-        self._life.break_off(error)
+        self._life.broken_off = error
         self._call_background()
         return EngineError(str(self._life.error or error))
 
@@ -198,7 +198,7 @@ class Engine:
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, for example if ranks have died. Pending and later operations fail. Local."""
-        self._life.abandon(reason)
+        self._life.abandoned = EngineError(reason)
         if self._thread is None:
             return
         self._call_background()
