@@ -203,7 +203,7 @@ class Job:
     def disable_after_fork(self, error: Exception) -> None:
         """Make collectives raise `error`. Called in a forked process."""
         for group in self._groups():
-            group.engine.disable_after_fork(error)
+            group.engine.controller.queue.disable_after_fork(error)
 
     def _groups(self) -> list[Group]:
         """Return the groups of this rank, ascending by id, so that all ranks close them in the same order."""

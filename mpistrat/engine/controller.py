@@ -34,13 +34,11 @@ from ..negotiation.subtree import JOIN
 from .executor import Executor
 from .queue import TensorQueue
 
-# -- the states of an engine -------------------------------------------------------------------------------------------
-# An engine ends by a shutdown on all ranks, by a failure, or without the other ranks.
-#
-# In each case, operations in flight fail with an error that names the cause, and the other ranks receive the cause. The
-# controller calls this part in the thread that drives.
-
 logger = logging.getLogger(__name__)
+
+# -- how an engine ends ------------------------------------------------------------------------------------------------
+# An engine ends by a shutdown on all ranks, by a failure, or without the other ranks. In each case, operations in
+# flight fail with an error that names the cause, and the other ranks receive the cause.
 
 _ERRORS: dict[EndReason, type[EngineError]] = {
     EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_LEFT: ShutdownError, EndReason.STALL: StallError,
@@ -59,10 +57,8 @@ class BrokenOffError(EngineError):
     """Ends the engines of all ranks because of a graph of one rank. The ranks raise EngineError with the same text.
 
     The collectives that the graph has submitted cannot be taken back: other ranks may wait for them, and would execute
-    them together with the collectives of this rank's next step.
-
-    Args:
-        cause: A sentence that says what has happened, and on which rank.
+    them together with the collectives of this rank's next step. `cause`: A sentence that says what has happened, and on
+    which rank.
     """
 
     def __init__(self, cause: str):
@@ -192,11 +188,11 @@ _ABRUPT = (EndReason.FAILURE, EndReason.STALL)  # After these reasons some rank 
 
 @dataclass(slots=True)
 class _Learned:
-    """A decision of rank 0 that has not been executed. `message` is the decision as bytes, to relay it."""
+    """A decision of rank 0 that has not been executed."""
 
     decision: Decision
     requests: Sequence[Request]
-    message: bytes
+    message: bytes  # The decision as bytes, to relay it.
     is_relayed: bool = False
 
 
@@ -293,14 +289,12 @@ class Controller:
         If a caller waits (`is_awaited`), this thread first stays awake for a moment.
         """
         now, device = self.clock(), self.executor.device
-        if device.batches:
-            timeout_s, spins = GPU_LOOK_S, False
-        else:
-            timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
-            spins = is_awaited
+        timeout_s = GPU_LOOK_S if device.batches else min(self._coordinator.next_check_s(),
+                                                          self._fast_path.next_check_s())
         if self._outgoing:
             timeout_s = min(timeout_s, OBSERVER_POLL_S)
-        self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
+        spin_s = ENGINE_SPIN_S if is_awaited and not device.batches else 0.0
+        self.control.wait(min(timeout_s, longest_s), spin_s, now - self._busy_at)
 
     def run_cycle(self) -> bool:
         """Take submissions and messages, decide, execute. Returns whether the cycle had anything to do."""
@@ -339,14 +333,15 @@ class Controller:
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
-            if self._may_open_vote(decision):
+            if (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
+                    and not any(decision[1:]) and self._fast_path.is_worth_opening()):
+                # A caller of rank 0 waits for this decision only, so it may soon wait for the next operation.
                 decision = decision._replace(opens_vote=True)
             self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_learned(now)
         if not self.life.ended.is_set():
             self._coordinator.check(now)
-        report = self._coordinator.stalls.report(now)
-        if report:
+        if report := self._coordinator.stalls.report(now):
             logger.warning("%s", report)
         is_busy = bool(has_finished or entries or has_settled or has_news or announcement
                        or (decision is not None and decision.is_news))
@@ -406,11 +401,6 @@ class Controller:
             if not self._settle(now):
                 return False
         return True
-
-    def _may_open_vote(self, decision: Decision) -> bool:
-        """Return whether to open a vote: a caller of rank 0 waits for this decision, so a next operation may follow."""
-        return (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
-                and not any(decision[1:]) and self._fast_path.is_worth_opening())
 
     def _learn(self, decision: Decision, message: bytes) -> None:
         # The coordinator learns the decision's numbers before this rank executes the decision: children may execute it

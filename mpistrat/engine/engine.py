@@ -15,8 +15,6 @@ does not drive. It also takes no lock for which the driver may wait, since a han
 Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
 Submissions that arrive during a reduction are fused in the next cycle. While this rank has nothing outstanding, no rank
 can wait for this rank, and the background thread checks for messages only from time to time.
-
-Tests that need no threads call `Controller.run_cycle` instead.
 """
 
 import logging
@@ -43,14 +41,12 @@ _LAST_CYCLE_S = 5.0  # The limit of the wait for the last cycle, which may hang:
 
 
 class Engine:
-    """Executes the collectives that callers submit, on all ranks in the same order.
-
-    `controller`: Runs the cycles. The engine calls it in one thread at a time.
-    """
+    """Executes the collectives that callers submit, on all ranks in the same order."""
 
     def __init__(self, controller: Controller):
         self.controller = controller
         self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
+        self._rank = f"rank {controller.topology.job_rank}"
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._is_called = signal_handlers.WakeUp()  # Wakes the background thread.
@@ -64,13 +60,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, arrays: Sequence[Array], origin: Origin | None = None) -> Handle:
-        """Submit a request. Returns at once.
-
-        Args:
-            request: The request, which all ranks submit.
-            arrays: This rank's tensors as C-contiguous arrays, or as GpuTensors if the request's device is a GPU, in
-                the order of `request.tensors`. They must not change until the handle is done.
-            origin: The graph node that submits the request; None: no graph does.
+        """Submit a request. Returns at once. For the arguments see Entry.
 
         Raises:
             DuplicateNameError: The name is in flight; see TensorQueue.put. In the main thread of a script with signal
@@ -134,13 +124,9 @@ class Engine:
         self._call_background()
 
     def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
-        """If the entry is of a graph, which cannot continue without the entry, end the engine and raise its error."""
+        """If the entry is of a graph, which cannot continue without it, end the engine and raise its error."""
         if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
-
-    @property
-    def _rank(self) -> str:
-        return f"rank {self.controller.topology.job_rank}"
 
     def break_off(self, cause: str) -> EngineError:
         """End the engines of all ranks, because a graph of this rank cannot continue. Local; returns the error.
@@ -226,10 +212,6 @@ class Engine:
         self._is_called.set()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
-
-    def disable_after_fork(self, error: Exception) -> None:
-        """Refuse all submissions with `error`. Called in a forked process, which has no background thread. Local."""
-        self._queue.disable_after_fork(error)
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
 

@@ -49,9 +49,8 @@ class FastPath:
                  abort_s: float | None):
         self._agreement, self._topology, self._warning_s, self.abort_s = agreement, topology, warning_s, abort_s
         self.look: Callable[[int], str] = lambda _: ""  # See StallWatch.
-        # is_open: A vote has been opened, and has not ended.
-        # has_voted: This rank has voted, for or against, and the round is not complete.
-        self.is_open = self.has_voted = False
+        self.is_open = False  # A vote has been opened, and has not ended.
+        self.has_voted = False  # This rank has voted, for or against, and the round is not complete.
         self._entry: Entry | None = None
         self._since = 0.0
         self._was_late = False
@@ -90,9 +89,9 @@ class FastPath:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """Return the entry that this rank voted for, if any, and the outcome of the round.
+        """Return the entry that this rank voted for, if any, and the outcome of the round. Only while a vote is open.
 
-        Returns (None, None) until all ranks have voted. Only to be called while a vote is open.
+        Returns (None, None) until all ranks have voted.
         """
         assert self._agreement is not None
         outcome = self._agreement.outcome()
