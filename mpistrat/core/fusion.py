@@ -6,10 +6,8 @@ from operator import attrgetter
 from typing import Protocol
 
 from .arithmetic import Reduction, Scale
-from .dtypes import is_half
-from .protocols import Array
 from .quantised import INT8, Quantised
-from .request import CollectiveType, ReduceOp, Request
+from .request import Array, CollectiveType, ReduceOp, Request, is_half
 from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from . import forked, signal_handlers
 from .errors import InvalidRequestError
-from .protocols import Array
-from .request import Request
+from .request import Array, Request
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import numpy as np
 from .arithmetic import Reduction
 from .errors import EngineError
 from .handle import Entry
-from .protocols import Array
+from .request import Array
 
 
 class RankLeftError(EngineError):

@@ -29,8 +29,7 @@ from ..core import handle as handles
 from ..core import signal_handlers
 from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Handle, Origin
-from ..core.protocols import Array
-from ..core.request import Request
+from ..core.request import Array, Request
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
 from ..negotiation.subtree import JOIN
 from .controller import BrokenOffError, Controller

@@ -14,15 +14,13 @@ from typing import Any, cast
 import numpy as np
 
 from ..core import annotations
-from ..core.arithmetic import Reduction, scaled_copy
-from ..core.dtypes import is_half
+from ..core.arithmetic import Reduction, pack, scaled_copy, unpack
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer, Prepared
 from ..core.memory import FusionBuffer, ResultPool
-from ..core.packing import pack, unpack
-from ..core.request import DEVICE_GPU, CollectiveType, ReduceOp, Request
+from ..core.request import DEVICE_GPU, CollectiveType, ReduceOp, Request, is_half
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.topology import Topology
 from .not_finite import FiniteWatch

@@ -17,9 +17,8 @@ from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
-from ..core.protocols import Array
 from ..core.quantised import INT8
-from ..core.request import CollectiveType, ReduceOp
+from ..core.request import Array, CollectiveType, ReduceOp
 from ..core.settings import Settings
 from ..core.topology import Topology
 from ..core.tuning import ENGINE_IDLE_POLL_S, GPU_LOOK_S, KEPT_FUSION_PLANS, WATCHDOG_REVOKE_S

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...core.arithmetic import IDENTITY, Reduction, combine
+from ...core.arithmetic import IDENTITY, Reduction, combine, pack, unpack
 from ...core.interfaces import DataPlane, Prepared
-from ...core.packing import pack, unpack
 from ...core.tuning import PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBACK_MOST_HOSTS
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.packing import FlatLayout
+from ...core.arithmetic import FlatLayout
 
 
 class Move(NamedTuple):

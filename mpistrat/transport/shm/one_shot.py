@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arithmetic import combine
+from ...core.arithmetic import combine, pack, segments, unpack
 from ...core.interfaces import Prepared
-from ...core.packing import pack, segments, unpack
 from ...core.tuning import SHM_LARGE_TENSOR_BYTES
 from .segment import CONSUMED, PACKED, READY, UNPACKED
 
