@@ -1,7 +1,4 @@
-"""The rounding errors of `Compression.int8`, kept for the next step by the names of buckets. See core/quantised.py.
-
-Only the engine's thread uses it.
-"""
+"""The rounding errors of `Compression.int8` (core/quantised.py), kept for the next step. For the engine's thread."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +12,7 @@ from .topology import Topology
 
 
 class Errors:
-    """The rounding errors of the values of a bucket, in float32; zeros at first. `count`: The number of values.
+    """The rounding errors of the `count` values of a bucket, in float32; zeros at first.
 
     A rank writes only the parts that it sends. The system allocates no memory for the other parts.
     """
@@ -29,9 +26,8 @@ class Errors:
         self._own.add((first, first + count))
         return self._values[first:first + count]
 
-    def set(self, values: np.ndarray | None) -> None:
-        """Replace the errors by `values`; None: by zeros."""
-        self._values[:] = 0.0 if values is None else values
+    def set(self, values: np.ndarray | float) -> None:
+        self._values[:] = values
 
     def own(self) -> np.ndarray:
         """Return a copy of the errors, with zeros for values that this rank does not send."""
@@ -44,9 +40,7 @@ class Errors:
 class ErrorFeedback:
     """Keeps the rounding errors by the names of buckets, as long as the data plane exists.
 
-    Args:
-        plane: Used to check that all ranks have memory for the errors.
-        topology: The ranks of the plane.
+    `plane` is used to check that all ranks have memory for the errors.
     """
 
     def __init__(self, plane: DataPlane, topology: Topology):
@@ -78,7 +72,7 @@ class ErrorFeedback:
         if errors is None or before.request != quantised.request or errors.count != count:
             errors = self._allocated(quantised, count)
         elif before.labels != quantised.labels:
-            errors.set(None)
+            errors.set(0.0)
         self._kept[quantised.name] = quantised, errors
         return errors
 

@@ -35,12 +35,10 @@ def release(environ: MutableMapping[str, str]) -> None:
 
 
 def is_child() -> bool:
-    """Return whether this process was forked from a rank."""
     return _parent != 0
 
 
 def error() -> NotInitializedError:
-    """Return the exception for calls in a forked process."""
     return NotInitializedError(_TEXT.format(parent=_parent))
 
 

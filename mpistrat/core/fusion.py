@@ -12,7 +12,7 @@ from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
-    """Group members into buckets. Each bucket is one reduction. Pure.
+    """Group members into buckets, each of which is one reduction.
 
     A bucket starts with the first remaining member, and takes later members of the same key. Members of other keys are
     skipped, like in Horovod's look-ahead, as long as the bytes taken and skipped together stay within `limit`. So
@@ -22,8 +22,7 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
         members: (key, bytes) of each tensor. Only members of equal keys (dtype, operation, scale) share a bucket.
         limit: Bytes of a bucket. A larger member gets a separate bucket. 0: every member gets a separate bucket.
 
-    Returns:
-        Buckets as lists of indices into `members`, ordered by their first index.
+    Returns the buckets as lists of indices into `members`, ordered by their first index.
     """
     buckets = []
     waiting = list(range(len(members)))
@@ -75,15 +74,10 @@ def is_fused(request: Request) -> bool:
 
 
 class Submitted(Protocol):
-    """A request and its tensors (see handle.Entry)."""
+    """A request, the same on all ranks, and its tensors (see handle.Entry)."""
 
-    @property
-    def request(self) -> Request:
-        """The request, the same on all ranks."""
-
-    @property
-    def arrays(self) -> Sequence[Array]:
-        """The tensors in the order of `request.tensors`."""
+    request: Request
+    arrays: Sequence[Array]  # In the order of `request.tensors`.
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from . import forked, signal_handlers
 from .errors import InvalidRequestError
@@ -38,7 +38,6 @@ def require_no_driver(operation: str) -> None:
             "the training loop when the flag is set. Or install signal handlers at the beginning of the script.")
 
 
-_A = TypeVar("_A", bound=Array)
 _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, object]
 
@@ -107,7 +106,7 @@ class Handle:
         if self.is_done:
             _call(self._take_callbacks())
 
-    def complete(self, arrays: list[_A]) -> None:
+    def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
         calls = self._finish()
@@ -134,7 +133,7 @@ class Handle:
         return taken
 
 
-def complete_all(results: Iterable[tuple[Handle, list[_A]]]) -> None:
+def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
     """Deliver results to several handles, and call their callbacks afterwards. Engine only."""
     calls: list[_Call] = []
     for handle, arrays in results:
@@ -178,7 +177,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         arrays = self.arrays
         whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know their total.
         if whole is not None:

@@ -26,26 +26,19 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # So that each rank's slice of a chunk has at least a few cache lines.
 FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream_order", "xla"]
-LOG_LEVELS = ("debug", "info", "warning", "error")
-_LEAST_PROBE_S = 1.0  # The kernel takes the time between probes in whole seconds.
 
 
-def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
-             choices: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
-    """Return a dataclass field with its environment name (without prefix), its documentation and its allowed values.
+def _setting(env: str, default: T, doc: str, **allowed: Any) -> T:
+    """Return a dataclass field with its environment name (without prefix), its documentation and its `allowed` values.
 
-    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`.
+    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`, or any text.
     """
-    return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices,
-                                            "words": words})
+    return field(default=default, metadata={"env": env, "doc": doc, **allowed})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, with their defaults. init() makes one object, which other modules get.
-
-    docs/settings.md shows the rows of `Settings.table()`.
-    """
+    """All settings, with their defaults. docs/settings.md shows the rows of `Settings.table()`."""
 
     fusion_bytes: int = _setting(
         "FUSION_THRESHOLD", 128 * 1024 * 1024,
@@ -85,8 +78,7 @@ class Settings:
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. off: no consistency checks (weights, data, steps, callbacks, learning rates). What fit "
-        "computes is the same in each case.",
-        choices=("abort", "warn", "off"))
+        "computes is the same in each case.", choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
@@ -141,7 +133,7 @@ class Settings:
         "everything.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
-        choices=LOG_LEVELS)
+        choices=("debug", "info", "warning", "error"))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
@@ -161,8 +153,8 @@ class Settings:
                 near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 3)
                 hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near \
                     else "The page Settings of the documentation (docs/settings.md) has all settings."
-                problems.append(f"{name} is not a setting of mpistrat. {hint} If another program uses it: unset {name}"
-                                ".")
+                problems.append(f"{name} is not a setting of mpistrat. {hint} "
+                                f"If another program uses it: unset {name}.")
                 continue
             try:
                 values[by_env[name].name] = _parse(by_env[name], environ[name])
@@ -188,8 +180,7 @@ class Settings:
     def table(cls) -> list[tuple[str, str, str]]:
         """Return the rows (environment name, default, documentation) of all settings."""
         def shown(value: object) -> str:
-            return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
-                else str(value)
+            return f"{value:g}" if isinstance(value, float | bool) else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
 
     def uses(self, way: FastWay) -> bool:
@@ -203,8 +194,8 @@ class Settings:
 
     @property
     def probe_s(self) -> float:
-        """Seconds between two probes of another host."""
-        return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+        """Seconds between two probes of another host. The kernel takes this time in whole seconds."""
+        return max(1.0, self.lost_after_s / 5)
 
     @property
     def is_checked(self) -> bool:
@@ -213,7 +204,6 @@ class Settings:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether ranks record their operations."""
         return self.recorder != "0"
 
     @property
@@ -224,7 +214,6 @@ class Settings:
 
     @property
     def logging_level(self) -> int:
-        """`log_level` as a level of the logging module."""
         return int(getattr(logging, self.log_level.upper()))
 
 
@@ -256,11 +245,9 @@ def take_horovods(environ: MutableMapping[str, str]) -> None:
 def horovod_warning(environ: Mapping[str, str]) -> list[str]:
     """Return a list of one warning, with a sentence for each HOROVOD_ variable in `environ`; [] if there is none."""
     known = {f.metadata["env"] for f in fields(Settings)}
-    sentences = []
-    for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
-        rest = name.removeprefix(HOROVOD_PREFIX)
-        sentences.append(f"{name} is not read; use {PREFIX}{rest}." if rest in known
-                         else f"{name} is not read and has no counterpart.")
+    sentences = [f"{name} is not read; use {PREFIX}{name.removeprefix(HOROVOD_PREFIX)}."
+                 if name.removeprefix(HOROVOD_PREFIX) in known else f"{name} is not read and has no counterpart."
+                 for name in sorted(environ) if name.startswith(HOROVOD_PREFIX)]
     return [" ".join(sentences)] if sentences else []
 
 
@@ -283,14 +270,14 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
         if text.lower() not in ("0", "1", "false", "true"):
             raise ValueError("expected 0 or 1.")
         return text.lower() in ("1", "true")
-    if meta["words"]:
+    if "words" in meta:
         words = sorted({word.strip() for word in text.lower().split(",")})
         if words != ["none"] and (unknown := [word for word in words if word not in meta["words"]]):
             raise ValueError(f"expected none, or one or more of {', '.join(meta['words'])}, separated by commas. "
                              f"Unknown: {', '.join(map(repr, unknown))}.")
         return ",".join(words)
     if kind is str:
-        if not meta["choices"]:
+        if "choices" not in meta:
             return os.path.expanduser(text)  # A shell does not expand "~" in arguments of `env` or mpirun's -x.
         if text.lower() not in meta["choices"]:
             raise ValueError(f"expected one of {', '.join(meta['choices'])}.")

@@ -25,7 +25,6 @@ class Topology:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.host_of)
 
     @cached_property
@@ -35,7 +34,6 @@ class Topology:
 
     @property
     def job_rank(self) -> int:
-        """The rank of this process in the job."""
         return self.job_ranks[self.rank]
 
     def listed(self, ranks: Iterable[int]) -> str:
@@ -61,7 +59,6 @@ class Topology:
         return self.ranks_on(self.host)
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
-        """Return the ranks on `host`, in order."""
         return tuple(r for r, h in enumerate(self.host_of) if h == host)
 
     @cached_property
@@ -71,14 +68,12 @@ class Topology:
 
     @cached_property
     def local_size(self) -> int:
-        """The number of ranks on this rank's host."""
         return len(self.local_ranks)
 
     @cached_property
     def local_sizes(self) -> tuple[int, ...]:
         """The number of ranks on each host, in the order of `hosts`."""
-        counts = Counter(self.host_of)
-        return tuple(counts[host] for host in self.hosts)
+        return tuple(Counter(self.host_of).values())
 
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
@@ -106,12 +101,9 @@ class Topology:
 def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
     """Return host names by rank that are equal if and only if ranks share memory.
 
-    If groups have the same name (mostly in containers), the number of the group is appended. So a machine whose ranks
-    do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
-
-    Args:
-        names: The host name of each rank, from its operating system.
-        groups: The group of each rank: the lowest rank that shares memory with this rank.
+    `names` has the host name of each rank, from its operating system. `groups` has the group of each rank: the lowest
+    rank that shares memory with the rank. If groups have the same name (mostly in containers), the number of the group
+    is appended. So a machine whose ranks do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
     """
     groups_of: dict[str, set[int]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -127,10 +119,7 @@ def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ra
 
 
 def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """Return the ranks that have each value, by value. Rank r has the value `values[r]`.
-
-    The values are in the order of the first rank that has each.
-    """
+    """Return the ranks that have each value, in the order of the first of these ranks. Rank r has `values[r]`."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

@@ -11,12 +11,10 @@ packages; nothing here is changed at run time.
 
 # -- core: what is kept from one step to the next ---------------------------------------------------------------------
 
-# How many Request objects of each type are kept, to be found again by their arguments and in tables by identity.
-# Not measured: more than the operations of any training step that was run.
+# How many Request objects of each type are kept, to be found again by their arguments and in tables by identity, and
+# how many fusion plans. The same requests, and lists of requests, come back at every step.
+# Not measured: no training step that was run has as many requests. Making a plan takes longer than a small reduction.
 KEPT_REQUESTS = 4096
-
-# How many fusion plans are kept. The same lists of requests come back at every step.
-# Not measured: with hundreds of tensors, making a plan takes longer than a small reduction.
 KEPT_FUSION_PLANS = 1024
 
 # Bytes of free blocks that a ResultPool always keeps.
@@ -105,12 +103,9 @@ LAUNCHER_POLL_S = 1.0
 
 # -- transport: connections among the ranks of one host ---------------------------------------------------------------
 
-# Bytes of a part of a message over a socket. Longer messages are sent in parts.
-# Not measured: well below the kernel's default limit for a datagram.
+# Bytes of a part of a message over a socket, and how many descriptors one message passes to another rank in init().
+# Not measured: well below the kernel's default limit for a datagram, and the 253 descriptors that the kernel allows.
 SOCKET_FRAGMENT_BYTES = 32 * 1024
-
-# How many descriptors one message passes to another rank in init().
-# Not measured: below the 253 that the kernel allows.
 DESCRIPTORS_PER_MESSAGE = 128
 
 # -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
@@ -175,16 +170,12 @@ SHM_LARGE_TENSOR_BYTES = 32 * 1024
 # Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, 21 us without them.
 SHM_KEPT_VIEWS = 2**15
 
-# How many looks a rank takes at a counter before it yields the processor.
-# Not measured here: as MPI_SPIN_TESTS, which was.
+# How many looks a rank takes at a counter before it yields the processor, seconds for which it yields the processor,
+# and seconds of each sleep afterwards.
+# 102 MB on 2 ranks: 72 ms with 0.1 ms, 39 with 1 ms, 39 with 3 ms. A late rank copies its chunk within that time. The
+# looks (as MPI_SPIN_TESTS) and the sleep were not measured: Linux makes a sleep 150 us at least.
 SHM_SPIN_LOOKS = 50
-
-# Seconds for which a rank that waits for a counter yields the processor instead of sleeping.
-# 102 MB on 2 ranks: 72 ms with 0.1 ms, 39 with 1 ms, 39 with 3 ms. A late rank copies its chunk within that time.
 SHM_YIELD_S = 1e-3
-
-# Seconds of a sleep after that.
-# Not measured: Linux makes it 150 us at least.
 SHM_SLEEP_S = 100e-6
 
 # Bytes of the ring from one rank to one other. Longer messages pass in parts.
@@ -208,7 +199,8 @@ QUANTISED_BATCH_BLOCKS = 256
 
 # -- transport.mpi ----------------------------------------------------------------------------------------------------
 
-# Bytes of all ranks together up to which an all-reduce is one MPI_Allgather, instead of a scatter and a gather.
+# Bytes of all ranks together up to which an all-reduce is one MPI_Allgather, instead of a scatter and a gather. Between
+# hosts, bytes of a slice from all hosts (not measured).
 # 2 ranks, two runs in turn: 1 to 16 KB take 96 to 119 us, and 113 to 133 without. No gain at 128 KB with 256 KiB.
 MPI_ALLGATHER_BYTES = 32 * 1024
 
@@ -262,10 +254,6 @@ HIERARCHICAL_CHUNK_BYTES = 2 * 1024 * 1024
 # Not measured: a chunk goes through five stages, and a rank may be one ahead of the others.
 HIERARCHICAL_CHUNKS_UNDER_WAY = 6
 
-# Bytes from all hosts up to which a slice is one MPI_Allgather, instead of a scatter and a gather.
-# Not measured: as MPI_ALLGATHER_BYTES.
-HIERARCHICAL_ALLGATHER_BYTES = 32 * 1024
-
 # Least bytes of a slice that one rank of a host reduces and sends.
 # 2 hosts of 2 ranks on two cores, 4 to 256 KB: no difference among 4, 16 and 64 KiB.
 HIERARCHICAL_SLICE_BYTES = 16 * 1024
@@ -313,13 +301,11 @@ COPY_BLOCK_THREADS = 256
 NCCL_CONNECT_FIRST_SLEEP_S = 1e-3
 NCCL_CONNECT_LONGEST_SLEEP_S = 0.1
 
-# How often the watchdog looks within the limit of a call, and the longest pause in seconds.
-# Not measured: an abort comes at most a tenth of the limit late.
+# How often the watchdog looks within the limit of a call, the longest pause in seconds, and the seconds for which it
+# waits for a call that it has ended, before it frees the communicator that the call uses.
+# Not measured: an abort comes at most a tenth of the limit late. NCCL's waiting loops look at the flag without a pause.
 WATCHDOG_LOOKS = 10
 WATCHDOG_LONGEST_SLEEP_S = 5.0
-
-# Seconds for which it waits for a call that it has ended, before it frees the communicator that the call uses.
-# Not measured on a GPU: NCCL's waiting loops look at the flag without a pause.
 WATCHDOG_REVOKE_S = 10.0
 
 # -- tensorflow -------------------------------------------------------------------------------------------------------
@@ -345,31 +331,24 @@ HOSTS_FIRST_BUCKET_BYTES = 1024 * 1024
 # BERT-base 13 in place of 26.
 GPU_BUCKET_BYTES = 32 * 1024 * 1024
 
-# Bytes of a bucket up to which its submit callback waits for the result.
+# Bytes of a bucket up to which its submit callback waits for the result, and the longest wait in seconds.
 # Dense layers with 1 MB of gradients, 2 ranks, two runs in turn: averaging adds 0.5 and 1.0 ms to a step of 1.5 ms, and
-# 1.5 and 1.7 with 64 KiB.
+# 1.5 and 1.7 with 64 KiB. 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
 SUBMIT_WAIT_BYTES = 1024 * 1024
-
-# Seconds for which it waits at most.
-# 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
 SUBMIT_WAIT_S = 10e-3
 
-# How many completion queues are made at a time.
-# Not measured: a graph with many collectives that wait makes them in fewer steps.
-COMPLETION_QUEUES_MADE = 16
-
-# To how many queues one operation can write, in the order to try.
+# How many completion queues are made at a time, and to how many queues one operation can write, in the order to try.
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
+# The first was not measured: a graph with many collectives that wait makes its queues in fewer steps.
+COMPLETION_QUEUES_MADE = 16
 COMPLETION_QUEUES_WRITTEN = (64, 8)
 
 # -- cli --------------------------------------------------------------------------------------------------------------
 
-# Seconds between two looks of `mpistrat run` at mpirun and at what the job has left.
-# Not measured: signals end the wait early; ten looks a second.
+# Seconds between two looks of `mpistrat run` at mpirun and at what the job has left, and of mpistrat.run() at whether
+# the ranks have started.
+# Not measured: signals end the first wait early; starting takes seconds.
 SUPERVISOR_POLL_S = 0.1
-
-# Seconds between two looks of mpistrat.run() at whether the ranks have started.
-# Not measured: starting takes seconds.
 RUN_START_POLL_S = 0.05
 
 # Bytes that `mpistrat run` reads of mpirun's stderr at a time.

@@ -17,10 +17,10 @@ from ...core.memory import FusionBuffer
 from ...core.quantised import Codec
 from ...core.topology import Topology
 from ...core.tuning import (
-    HIERARCHICAL_ALLGATHER_BYTES,
     HIERARCHICAL_CHUNK_BYTES,
     HIERARCHICAL_CHUNKS_UNDER_WAY,
     HIERARCHICAL_SLICE_BYTES,
+    MPI_ALLGATHER_BYTES,
     SHM_SCATTERS_UNDER_WAY,
 )
 from ..mpi.eager import exchange
@@ -153,7 +153,7 @@ class HierarchicalData(TwoShotData):
             theirs = buffer.view(partial.size, partial.dtype)
             rows = [partial, theirs] if host == 0 else [theirs, partial]
             return exchange(self._cross, [partial, partial], rows), rows
-        if partial.nbytes * hosts <= HIERARCHICAL_ALLGATHER_BYTES:
+        if partial.nbytes * hosts <= MPI_ALLGATHER_BYTES:
             table = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
             sent, received = partial.view(np.uint8), table.view(np.uint8)
             return [self._cross.Iallgather([sent, MPI.BYTE], [received, MPI.BYTE])], list(table)

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from ...core.arithmetic import Scale
 from ...core.memory import FusionBuffer
 from ...core.quantised import BLOCK, Codec, wire_bytes
-from ...core.tuning import HIERARCHICAL_ALLGATHER_BYTES
+from ...core.tuning import MPI_ALLGATHER_BYTES
 from .eager import exchange
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
@@ -44,7 +44,7 @@ class QuantisedExchange:
         """
         self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
-        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= HIERARCHICAL_ALLGATHER_BYTES
+        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= MPI_ALLGATHER_BYTES
         if self._is_whole:
             sent = self._sent.view(nbytes, _BYTE)
             self._codec.encode(values, errors, sent)
