@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
-from ..core.stalls import describe_wait
-from ..core.topology import Topology
+from ..core.topology import Topology, describe_wait
 from ..elastic.elastic_job import job_of
 from ..engine.engine import Engine
 from ..process import abort

@@ -41,13 +41,11 @@ class Settings:
     """All settings, with their defaults. docs/settings.md shows the rows of `Settings.table()`."""
 
     fusion_bytes: int = _setting(
-        "FUSION_THRESHOLD", 128 * 1024 * 1024,
-        "Bytes of one fusion buffer; ready tensors are reduced together up to this size. 0: no fusion.", low=0,
-        high=2**40)
+        "FUSION_THRESHOLD", 128 * 1024 * 1024, "Bytes of one fusion buffer; ready tensors are reduced together up to "
+        "this size. 0: no fusion.", low=0, high=2**40)
     cache_capacity: int = _setting(
-        "CACHE_CAPACITY", 16384,
-        "Number of requests that ranks keep, so that they negotiate a repeated one by its number instead of its full "
-        "description. 0: none.", low=0, high=2**24)
+        "CACHE_CAPACITY", 16384, "Number of requests that ranks keep, so that they negotiate a repeated one by its "
+        "number instead of its full description. 0: none.", low=0, high=2**24)
     stall_check_disable: bool = _setting(
         "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
         "never submit and for collectives that do not end, on CPUs and GPUs alike.")
@@ -105,14 +103,13 @@ class Settings:
         "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
         "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
         "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
-        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs "
-        "that NCCL gives right numbers: known ones when it connects, and the first two reductions of each kind, which "
-        "are done on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; "
-        "they are then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of "
-        "a collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
+        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs that NCCL "
+        "gives right numbers: known ones when it connects, and the first two reductions of each kind, which are done "
+        "on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; they are "
+        "then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of a "
+        "collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
         "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
-        "jit_compile=True, and Keras models are trained without XLA.",
-        words=get_args(FastWay))
+        "jit_compile=True, and Keras models are trained without XLA.", words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
         "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "

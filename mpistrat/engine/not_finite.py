@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.handle import Entry
 from ..core.request import Request
-from ..core.stalls import MOST_LISTED
+from ..core.topology import MOST_LISTED
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from collections.abc import Callable
 from ..core.errors import StallError
 from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
-from ..core.stalls import describe_wait
-from ..core.topology import Topology
+from ..core.topology import Topology, describe_wait
 from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)

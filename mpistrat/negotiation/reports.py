@@ -11,8 +11,7 @@ from typing import Any
 
 from ..core.errors import StallError
 from ..core.request import Request, TensorSpec
-from ..core.stalls import MOST_LISTED, describe_ranks, describe_wait, hosts_of, hosts_without, network_cause
-from ..core.topology import Topology, rank_list
+from ..core.topology import MOST_LISTED, Topology, describe_ranks, describe_wait, network_cause, rank_list
 from ..core.tuning import (
     STALL_ABORT_LONGEST_POLL_S,
     STALL_ABORT_LOOKS,
@@ -278,12 +277,12 @@ class StallWatch:
         """A sentence on the network, if the network may be why a host is silent; else ""."""
         topology = self._topology
         for name in stalled:
-            silent = hosts_without(topology, [topology.rank, *self._subtree.incomplete()[name].present()])
+            silent = topology.hosts_without([topology.rank, *self._subtree.incomplete()[name].present()])
             if silent:
                 return f" Or {network_cause(topology, silent)}: no rank there has called {name}."
         # A link may be cut when some ranks of a host have called the collective, and others have not.
-        silent = hosts_without(topology, [topology.rank, *self._subtree.places])
-        silent = [host for host in hosts_of(topology, self._asked) if host in silent]
+        silent = topology.hosts_without([topology.rank, *self._subtree.places])
+        silent = [host for host in topology.hosts_of(self._asked) if host in silent]
         return f" Or {network_cause(topology, silent)}: no rank there answers." if silent else ""
 
     def _describe_places(self) -> str:

@@ -13,8 +13,7 @@ from mpi4py import MPI
 
 from ...core.errors import StallError
 from ...core.interruption import Interruption
-from ...core.stalls import describe_wait
-from ...core.topology import Topology
+from ...core.topology import Topology, describe_wait
 from ...core.tuning import (
     MPI_LONGEST_SLEEP_S,
     MPI_SHORTEST_SLEEP_S,
