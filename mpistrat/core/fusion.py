@@ -131,15 +131,15 @@ class BucketPlans:
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
         for indices in plan_buckets(members, self._limit):
-            members_of_bucket = tuple(arrays_at[i] for i in indices)
-            first = members_of_bucket[0][0]
+            together = tuple(arrays_at[i] for i in indices)
+            first, first_array = together[0]
             request, arrays = entries[first].request, entries[first].arrays
-            whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
+            whole = first if together == tuple((first, i) for i in range(len(arrays))) else None
             reduction = self.reduction(request, divisor)
             if request.wire_dtype == INT8 and reduction.op is ReduceOp.SUM:
-                reduction = replace(reduction, quantised=_quantised(request, [arrays[i] for _, i in members_of_bucket],
-                                                                    members_of_bucket[0][1]))
-            buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
+                quantised = _quantised(request, [arrays[i] for _, i in together], first_array)
+                reduction = replace(reduction, quantised=quantised)
+            buckets.append(FusionBucket(request, together, whole, reduction))
         return buckets
 
     def reduction(self, request: Request, divisor: int | None = None) -> Reduction:

@@ -120,12 +120,9 @@ class DeviceExecutor:
     This base class is for ranks without a device: it is never busy, and cannot execute anything.
     """
 
-    # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
-    batches: Sized = ()
-    # Complete entries whose memory the device still uses. `poll` must be called now and then.
-    kept: Sized = ()
-    # Facts about the device that were found before its first collective, for users.
-    findings: Sequence[str] = ()
+    batches: Sized = ()  # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
+    kept: Sized = ()  # Complete entries whose memory the device still uses. `poll` must be called now and then.
+    findings: Sequence[str] = ()  # Facts about the device that were found before its first collective, for users.
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective.
@@ -164,13 +161,10 @@ class DeviceExecutor:
         return []
 
     def halt(self) -> None:
-        """Make sure that enqueued work uses no memory once its handles have failed, the next step. Does not raise.
-
-        It takes some seconds at most.
-        """
+        """Stop enqueued work from using memory, before its handles fail. Takes some seconds at most. Never raises."""
 
     def abandon(self) -> None:
-        """Give up all work, because this rank or another rank has failed. Does not raise."""
+        """Give up all work, because this rank or another rank has failed. Never raises."""
 
     def close(self) -> None:
         """Release communicators and memory, after all ranks have drained. Collective. May be called twice."""

@@ -41,7 +41,6 @@ class _Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing outside the pool refers to the memory. Every numpy view holds a reference to its base."""
         return sys.getrefcount(self.memory.base) == IDLE_REFERENCES
 
 

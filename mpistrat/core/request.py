@@ -84,7 +84,7 @@ class TensorSpec(NamedTuple):
 class ScaledOp(NamedTuple):
     """The operation of an all-reduce or a reduce-scatter, with its factors."""
 
-    op: ReduceOp  # How to reduce
+    op: ReduceOp
     prescale: float = 1.0  # Multiplies every value before the reduction
     postscale: float = 1.0  # Multiplies the result
 

@@ -200,8 +200,8 @@ class Controller:
     """Runs the cycles of one rank.
 
     Args:
-        control: Sends and receives messages among the ranks.
-        executor: Executes the operations that the ranks agree on. Its observer exchanges messages over `control`.
+        control: Sends and receives messages among the ranks, and those of the observer of `executor`.
+        executor: Executes the operations that the ranks agree on.
         settings: The settings, the same on all ranks.
         agreement: The votes of the ranks; None: there are no votes.
         clock: Returns seconds, from any origin.
@@ -394,14 +394,6 @@ class Controller:
         self._fast_path.check(now)
         return has_settled
 
-    def _end_vote(self, now: float) -> bool:
-        """Vote against, if a vote is open. Returns whether no vote is open now."""
-        while self._fast_path.is_open:
-            self._fast_path.decline(now)
-            if not self._settle(now):
-                return False
-        return True
-
     def _learn(self, decision: Decision, message: bytes) -> None:
         # The coordinator learns the decision's numbers before this rank executes the decision: children may execute it
         # first, and then send these numbers.
@@ -417,17 +409,18 @@ class Controller:
             # decisions have been executed: `_execute` waits until all relayed messages are delivered, but a child in
             # the collective of an earlier decision reads no messages.
             self._relay(learned)
-            if self._end_vote(now):
-                self._learned.popleft()
-                try:
-                    self._execute(learned.decision, learned.requests)
-                except RankLeftError:
-                    if not self._ends_abruptly():
-                        raise
-                    self.executor.data.abandon(False)
-                continue
-            self._ends_abruptly()
-            return
+            while self._fast_path.is_open:
+                self._fast_path.decline(now)
+                if not self._settle(now):
+                    self._ends_abruptly()
+                    return
+            self._learned.popleft()
+            try:
+                self._execute(learned.decision, learned.requests)
+            except RankLeftError:
+                if not self._ends_abruptly():
+                    raise
+                self.executor.data.abandon(False)
 
     def _ends_abruptly(self) -> bool:
         """End now, without the earlier decisions, if the last decision says so. Returns whether it has ended."""

@@ -184,11 +184,7 @@ class Engine:
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, for example if ranks have died. Pending and later operations fail. Local."""
         self._life.abandoned = EngineError(reason)
-        if self._thread is None:
-            return
-        self._call_background()
-        self._life.ended.wait()
-        self._join(self._thread)
+        self.await_interrupted(None)
 
     def interrupt(self, error: Exception) -> None:
         """Refuse later operations with `error`, and wake the engine, so that it ends because of the interruption.
@@ -198,8 +194,8 @@ class Engine:
         self._queue.refuse(error)
         self._call_background()
 
-    def await_interrupted(self, limit_s: float) -> bool:
-        """Wait until the engine has ended because of the interruption. Local. Returns whether the engine has ended."""
+    def await_interrupted(self, limit_s: float | None) -> bool:
+        """Wait for the end that `abandon` or `interrupt` has asked for. Local. Returns whether the engine has ended."""
         self._call_background()
         if self._thread is None or not self._life.ended.wait(limit_s):
             return self._thread is None

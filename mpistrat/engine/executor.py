@@ -110,11 +110,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(slots=True)
 class _Partial:
-    """The results so far of an entry that shares a bucket, or has several buckets. `first` is its first bucket."""
+    """The results so far of an entry that shares a bucket, or has several buckets."""
 
     results: list[Any]
     missing: int
-    first: "_Job"
+    first: "_Job"  # Of the first bucket.
 
 
 @dataclass(slots=True)
@@ -130,12 +130,10 @@ class _Job:
 
 
 class Executor:
-    """Executes lists of entries that are the same on all ranks.
+    """Executes lists of entries that are the same on all ranks: `data` those of CPU arrays, `device` those on a GPU.
 
     Args:
-        data: The backend for collectives on CPU arrays.
         fusion_bytes: The size limit of a fusion buffer; 0: tensors are not fused.
-        device: Executes the entries of tensors on a GPU.
         observer: Gets the complete entries of CPU tensors.
         finite: Checks gradients for Inf and NaN; None: they are not checked.
     """
@@ -250,8 +248,14 @@ class Executor:
         with annotations.marked(request):
             if request.kind is CollectiveType.ALLREDUCE:
                 self.data.allreduce(sources, targets, job.bucket.reduction)
+            elif len(sources) == 1:
+                np.copyto(targets[0], sources[0])
+                self.data.broadcast(targets[0].reshape(-1), request.root_rank)
             else:
-                self._broadcast(sources, targets, request.root_rank)
+                packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
+                pack(sources, packed)
+                self.data.broadcast(packed, request.root_rank)
+                unpack(packed, targets)
         job.ended = monotonic_ns()
 
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
@@ -283,16 +287,6 @@ class Executor:
         """Check gradients for Inf and NaN. Broadcast weights have labels too, but are not checked."""
         if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
             self._finite.look(entry, results)
-
-    def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
-        if len(sources) == 1:
-            np.copyto(targets[0], sources[0])
-            self.data.broadcast(targets[0].reshape(-1), root_rank)
-            return
-        packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        pack(sources, packed)
-        self.data.broadcast(packed, root_rank)
-        unpack(packed, targets)
 
     def _run_single(self, entry: Entry) -> None:
         began = monotonic_ns()

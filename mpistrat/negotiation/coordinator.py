@@ -5,12 +5,9 @@ subtree has submitted a request. Rank 0 sends Decisions down the tree (Root), an
 the decisions in the order of arrival. Requests match by name, so ranks may submit in any order.
 
 A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. So the work
-of a rank per step depends on its sixteen children, not on the number of ranks.
-
-A rank sends a number only for exactly the request (name, dtypes, shapes, operation, scale, device) that it was given
-for. Any other request of the same name travels in full, and rank 0 compares it.
-
-Called by the controller, in the thread that drives.
+of a rank per step depends on its sixteen children, not on the number of ranks. A number stands for exactly one request
+(name, dtypes, shapes, operation, scale, device). Any other request of the same name travels in full, and rank 0
+compares it. Called by the controller, in the thread that drives.
 """
 
 from ..core.errors import MessageError
@@ -129,8 +126,6 @@ class Coordinator:
         self._unanswered = AnswerWatch(topology, stall_warning_s)
         self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None
 
-    # -- what happens -------------------------------------------------------------------------------------------------
-
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
         if request.kind is CollectiveType.JOIN:
@@ -213,8 +208,6 @@ class Coordinator:
         """
         return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 
-    # -- time ---------------------------------------------------------------------------------------------------------
-
     def next_check_s(self) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
         if not (self._subtree.pending or self._unanswered or self._subtree.joined.ranks):
@@ -229,8 +222,6 @@ class Coordinator:
         """
         if self.stalls.abort_s is not None:
             self._unanswered.check(now, self.stalls.abort_s)
-
-    # -- announcements ------------------------------------------------------------------------------------------------
 
     def _announce(self, now: float) -> Announcement | None:
         """Return the announcement that is due now, or None if nothing is to be announced."""

@@ -52,7 +52,6 @@ class Node:
 
     @cached_property
     def parent(self) -> int | None:
-        """The rank that this one reports to; None for rank 0."""
         return parent_of(self.rank)
 
     @cached_property
@@ -110,7 +109,6 @@ class Pending:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks of the subtree have submitted a request of this name."""
         return self._complete == len(self._node.ranks_under)
 
     def agreed(self) -> Request | None:
@@ -211,7 +209,7 @@ class EndedRanks:
     is_stall: bool = False  # Whether the failure was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
-        """Note the ranks that have shut down, as (rank, completed operations)."""
+        """Note ranks that have shut down, as (rank, completed operations)."""
         self.news += ended
         self.are_any = self.are_any or bool(ended)
 
