@@ -47,8 +47,7 @@ class ReservedPort:
     except with SO_REUSEPORT by the same user. The server makes such a request while the port is still reserved, so the
     port is never free in between. All connections go to the server, because this socket does not listen.
 
-    Raises:
-        OSError: There is no free port.
+    Raises OSError: There is no free port.
     """
 
     def __init__(self) -> None:
@@ -76,8 +75,7 @@ class Cluster:
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
                  port: ReservedPort, peers: Peers, current: Job):
         self.spec = spec  # The addresses of the tasks by role, as in TF_CONFIG.
-        # index: The index of this rank among the ranks of its role.
-        self.role, self.index = roles[topology.rank]
+        self.role, self.index = roles[topology.rank]  # The index is among the ranks of the same role.
         self._topology, self._roles = topology, roles
         self._port, self._peers, self._runtime = port, peers, current
         self._is_chief, self._has_left = topology.rank == 0, False

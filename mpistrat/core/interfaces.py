@@ -117,7 +117,8 @@ class DataPlane(ABC):
 class DeviceExecutor:
     """Executes entries of tensors on a device, asynchronously.
 
-    This base class is for ranks without a device: it is never busy, and cannot execute anything.
+    This base class is for ranks without a device: it is never busy, and cannot execute anything. Methods raise
+    EngineError if the device reports an error, or has taken longer than the stall limit.
     """
 
     batches: Sized = ()  # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
@@ -141,20 +142,14 @@ class DeviceExecutor:
                           "tensors together. Call a collective on GPU tensors on all ranks before join().")
 
     def poll(self) -> bool:
-        """Complete the handles of finished work. Returns whether any work has finished.
-
-        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
-        """
+        """Complete the handles of finished work. Returns whether any work has finished."""
         return False
 
     def await_kept(self) -> None:
-        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread.
-
-        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
-        """
+        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread."""
 
     def drain(self) -> None:
-        """Wait until all handles are complete and the device uses no memory of theirs. Raises the errors of `poll`."""
+        """Wait until all handles are complete and the device uses no memory of theirs."""
 
     def unfinished(self) -> list[Entry]:
         """Return the entries that are not complete. The device may write to their memory even after a failure."""

@@ -39,7 +39,6 @@ class Interruption:
             return self.error
 
     def check(self) -> None:
-        """Raise RanksLostError if ranks are lost."""
         if self.error is not None:
             raise self.error
 

@@ -201,13 +201,8 @@ def on_gpu(request: Request) -> Request:
 def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
                       process_set: int = 0) -> Request:
     """Return a request to concatenate each of `tensors` along the first dimension, which may differ among ranks."""
-    for tensor in tensors:
-        _check_bytes(name, tensor.dtype)
-        if not tensor.shape:
-            raise InvalidRequestError(f"{name}: allgather needs at least one dimension, but a rank-zero tensor was "
-                                      "given. Reshape it to (1,).")
-    return Request(CollectiveType.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors),
-                   device=device, process_set=process_set)
+    specs = tuple(_with_any_rows(name, CollectiveType.ALLGATHER, tensor) for tensor in tensors)
+    return Request(CollectiveType.ALLGATHER, name, specs, device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -240,15 +235,11 @@ def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, devi
     rank.
     """
     tensor, splits = tensors
-    _check_bytes(name, tensor.dtype)
-    if not tensor.shape:
-        raise InvalidRequestError(f"{name}: alltoall needs at least one dimension, but a rank-zero tensor was given. "
-                                  "Reshape it to (1,).")
+    spec = _with_any_rows(name, CollectiveType.ALLTOALL, tensor)
     if splits.shape != (size,) or splits.dtype not in ("int32", "int64"):
         raise InvalidRequestError(f"{name}: alltoall expects splits with one integer for each of the {size} ranks. "
                                   f"Received: {splits.dtype} of shape {splits.shape}")
-    return Request(CollectiveType.ALLTOALL, name, (TensorSpec(tensor.dtype, (-1, *tensor.shape[1:])), splits),
-                   device=device, process_set=process_set)
+    return Request(CollectiveType.ALLTOALL, name, (spec, splits), device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -280,8 +271,16 @@ def join_request(process_set: int = 0) -> Request:
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
-    """Return the TensorSpec of each array."""
     return tuple(map(TensorSpec, map(name_of, map(_DTYPE, arrays)), map(_SHAPE, arrays)))
+
+
+def _with_any_rows(name: str, kind: CollectiveType, tensor: TensorSpec) -> TensorSpec:
+    """Check a tensor, of which each rank may have another number of rows. Return its spec, the same on all ranks."""
+    _check_bytes(name, tensor.dtype)
+    if not tensor.shape:
+        raise InvalidRequestError(f"{name}: {kind.value} needs at least one dimension, but a rank-zero tensor was "
+                                  "given. Reshape it to (1,).")
+    return TensorSpec(tensor.dtype, (-1, *tensor.shape[1:]))
 
 
 def _check_bytes(name: str, dtype: str) -> None:

@@ -62,7 +62,6 @@ class Topology:
         return tuple(r for r, h in enumerate(self.host_of) if h == host)
 
     def hosts_of(self, ranks: Iterable[int]) -> list[str]:
-        """Return the hosts of `ranks`, in the order of the ranks."""
         return list(dict.fromkeys(self.host_of[rank] for rank in ranks))
 
     def hosts_without(self, present: Iterable[int]) -> list[str]:

@@ -128,12 +128,11 @@ SHM_CHOICE_BYTES = 2**20
 SHM_MOST_CHUNK_MEMORY = 256 * 2**20
 SHM_MOST_CHUNK_MEMORY_PART = 64
 
-# How often each size is tried before a choice.
-# Not measured: the least of two times; six all-reduces for three sizes, some of them half as fast.
+# How often each size is tried before a choice, which changes if the time with another size is CHUNK_GAIN of that with
+# the chosen one, at most.
+# Not measured: six all-reduces for three sizes, some of them half as fast. The least of two times of 102 MB repeats
+# within 5 % on a quiet machine.
 CHUNK_TRIES = 2
-
-# The choice changes if the time with another size is this part of that with the chosen one, at most.
-# Not measured: the least of two times of 102 MB repeats within 5 % on a quiet machine.
 CHUNK_GAIN = 0.95
 
 # After how many all-reduces the sizes are tried again: the fewest and the most; and the part of these if the speed
@@ -178,12 +177,11 @@ SHM_SPIN_LOOKS = 50
 SHM_YIELD_S = 1e-3
 SHM_SLEEP_S = 100e-6
 
-# Bytes of the ring from one rank to one other. Longer messages pass in parts.
-# Not measured: messages of a repeated step have 8 + 8 bytes per bucket, those of the first step 60 per tensor.
+# Bytes of the ring from one rank to one other (longer messages pass in parts), and how many looks a rank takes at its
+# rings between two system calls, which let other threads and processes run.
+# Not measured: messages of a repeated step have 8 + 8 bytes per bucket, those of the first step 60 per tensor. A system
+# call takes as long as several looks.
 SHM_RING_BYTES = 8 * 1024
-
-# How many looks a rank takes at its rings between two system calls, which let other threads and processes run.
-# Not measured: a system call takes as long as several looks.
 SHM_RING_LOOKS = 16
 
 # -- 8-bit numbers between hosts -------------------------------------------------------------------------------------
@@ -245,13 +243,11 @@ BARRIER_LONGEST_SLEEP_S = 5e-3
 
 # -- transport.hierarchical: hosts of ranks ---------------------------------------------------------------------------
 
-# Bytes of a chunk between hosts.
+# Bytes of a chunk between hosts, and how many chunks may be under way.
 # 16 MB on 2 hosts of 2 ranks, two exchanges per chunk: 51 ms with 512 KiB, 43 with 1 MiB, 38 with 2, 35 with 4. Larger
-# chunks leave the wire idle for longer while they are packed.
+# chunks leave the wire idle for longer while they are packed. The number was not measured: a chunk goes through five
+# stages, and a rank may be one ahead of the others.
 HIERARCHICAL_CHUNK_BYTES = 2 * 1024 * 1024
-
-# How many chunks may be under way.
-# Not measured: a chunk goes through five stages, and a rank may be one ahead of the others.
 HIERARCHICAL_CHUNKS_UNDER_WAY = 6
 
 # Least bytes of a slice that one rank of a host reduces and sends.
@@ -283,12 +279,10 @@ EAGER_MESSAGE_BYTES = 60 * 1024
 # A sleep of 20 us took 77 on the first machine with a GPU (H200), a look 15 to 20.
 GPU_LOOK_S = 20e-6
 
-# Bytes of alignment padding in a fusion buffer.
-# Not measured: 16 for each of 4,096 tensors.
+# Bytes of alignment padding in a fusion buffer, and of the smallest fusion buffer to ask for where GPU memory is short.
+# Below it tensors are staged.
+# Not measured: 16 bytes for each of 4,096 tensors; smaller buckets would be all latency.
 GPU_FUSION_PADDING_BYTES = 64 * 1024
-
-# Bytes of the smallest fusion buffer to ask for where GPU memory is short. Below it tensors are staged.
-# Not measured: smaller buckets would be all latency.
 GPU_LEAST_FUSION_BYTES = 2**20
 
 # Elements that one block of threads of the copy kernel copies, and how many threads it has.

@@ -80,12 +80,6 @@ class LifeCycle:
         self.is_end_requested = False  # This rank will submit no more. The next cycle announces it.
         self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
-    def announce_end(self) -> None:
-        """Announce that this rank submits no more, if the end was requested and not yet announced."""
-        if self.is_end_requested and not self.is_end_announced:
-            self.is_end_announced = True
-            self._coordinator.end(self._queue.completed)
-
     def end_if_abandoned(self) -> bool:
         """End the engine if it is abandoned, or ranks are lost. Returns whether this call has ended the engine.
 
@@ -315,8 +309,9 @@ class Controller:
         has_settled = self._fast_path.is_open and self._attend_vote(now)
         if self._outgoing:
             self._send_observed()
-        else:
-            self.life.announce_end()
+        elif self.life.is_end_requested and not self.life.is_end_announced:
+            self.life.is_end_announced = True
+            self._coordinator.end(self.queue.completed)
         has_news = False  # Messages of observers and answers are no news, since they also come in a deadlock.
         for source, message in messages:
             if message.startswith(OBSERVER):

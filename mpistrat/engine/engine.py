@@ -54,7 +54,6 @@ class Engine:
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the background thread."""
         self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
         self._thread.start()
 

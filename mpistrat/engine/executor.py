@@ -36,7 +36,14 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
     They have zeros for a sum and for Adasum, the largest value for Min, the smallest for Max, ones for a product, no
     rows for an allgather, and any values for a broadcast. Raises EngineError: numpy does not know a dtype.
     """
-    dtypes = [_dtype(request.name, tensor.dtype) for tensor in request.tensors]
+    dtypes = []
+    for tensor in request.tensors:
+        try:
+            dtypes.append(np.dtype(tensor.dtype))
+        except TypeError:
+            raise EngineError(f"{request.name}: this rank waits in join(), and numpy on this rank does not know the "
+                              "dtype of the other ranks. Import ml_dtypes on all ranks. Received: "
+                              f"{tensor.dtype}") from None
     if request.kind is CollectiveType.ALLGATHER:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     sizes = [(math.prod(tensor.shape), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
@@ -46,14 +53,6 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
         arrays = [list(islice(remaining, len(indices))) for indices in request.layout]
         sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
     return [np.full(size, _neutral_value(request, dtype), dtype) for size, dtype in sizes]
-
-
-def _dtype(name: str, dtype: str) -> np.dtype:
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        raise EngineError(f"{name}: this rank waits in join(), and numpy on this rank does not know the dtype of the "
-                          f"other ranks. Import ml_dtypes on all ranks. Received: {dtype}") from None
 
 
 def _neutral_value(request: Request, dtype: np.dtype) -> object:

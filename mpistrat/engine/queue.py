@@ -129,7 +129,6 @@ class TensorQueue:
         return entries
 
     def has(self, name: str) -> bool:
-        """Return whether an entry with this name is in flight."""
         with self._lock:
             return name in self._in_flight
 

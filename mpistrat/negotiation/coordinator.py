@@ -216,12 +216,8 @@ class Coordinator:
         return LONGEST_CYCLE_S if poll_s is None else poll_s
 
     def check(self, now: float) -> None:
-        """Check that rank 0 answers within the limit on stalls (AnswerWatch.check). To be called in every cycle.
-
-        Raises StallError: Rank 0 does not answer.
-        """
-        if self.stalls.abort_s is not None:
-            self._unanswered.check(now, self.stalls.abort_s)
+        """See AnswerWatch.check."""
+        self._unanswered.check(now, self.stalls.abort_s)
 
     def _announce(self, now: float) -> Announcement | None:
         """Return the announcement that is due now, or None if nothing is to be announced."""

@@ -36,12 +36,9 @@ _MOST_LOOKED_AT = 2  # ranks; each may take seconds
 
 
 class FastPath:
-    """One rank's votes.
+    """One rank's votes, which `agreement` exchanges; None: the ranks cannot vote, and no vote is ever opened.
 
-    Args:
-        agreement: Exchanges the votes of the ranks; None: the ranks cannot vote, and no vote is ever opened.
-        warning_s: Seconds after which an incomplete round is reported; None: never.
-        abort_s: Seconds after which an incomplete round is an error; None: never.
+    After `warning_s` an incomplete round is reported, and after `abort_s` it is an error; None: never.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -51,14 +48,11 @@ class FastPath:
         self.is_open = False  # A vote has been opened, and has not ended.
         self.has_voted = False  # This rank has voted, for or against, and the round is not complete.
         self._entry: Entry | None = None
-        self._since = 0.0
-        self._was_late = False
-        self._next_report = 0.0
+        self._since, self._was_late, self._next_report = 0.0, False, 0.0
         self._agreements = 0  # in this vote
         self._skipped, self._to_skip = 0, 0
 
     def open(self) -> None:
-        """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
         logger.debug("rank %d: a vote of the fast path begins", self._topology.job_rank)
 

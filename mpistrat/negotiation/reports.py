@@ -141,12 +141,11 @@ _ANSWER_S = 4.0
 
 
 class StallWatch:
-    """The ages of the incomplete requests of a subtree, and their limits.
+    """The ages of the incomplete requests of a subtree, and their limits in seconds.
 
     Args:
-        subtree: Has the requests.
-        warning_s: Age in seconds at which an incomplete request is reported; None: never.
-        abort_s: Age in seconds at which an incomplete request ends the engines; None: never.
+        warning_s: Age at which an incomplete request is reported; None: never.
+        abort_s: Age at which an incomplete request ends the engines; None: never.
         deadlock_s: Seconds without news after which the engines end if all ranks wait; None: never.
     """
 
@@ -327,12 +326,13 @@ class AnswerWatch:
             for name in names:
                 self._since.pop(name, None)
 
-    def check(self, now: float, limit_s: float) -> None:
+    def check(self, now: float, limit_s: float | None) -> None:
         """Check that rank 0 answers. To be called in every cycle, after the received messages have been read.
 
-        Raises StallError: Rank 0 has not decided within `limit_s` plus the time that an answer may take.
+        Raises StallError: Rank 0 has not decided within `limit_s` plus the time that an answer may take; None: no
+        limit.
         """
-        if not self._since:
+        if not self._since or limit_s is None:
             return
         if now - self._checked_at > _ANSWER_S:
             self._resumed_at = now  # This rank was in a collective, or was stopped. An answer may be there, unread.

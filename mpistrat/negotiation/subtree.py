@@ -56,7 +56,6 @@ class Node:
 
     @cached_property
     def children(self) -> tuple[int, ...]:
-        """The ranks that report to this one."""
         return tuple(range(self.rank * FAN_OUT + 1, min(self.rank * FAN_OUT + FAN_OUT, self.size - 1) + 1))
 
     @cached_property
