@@ -36,7 +36,8 @@ class Root:
         absent: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
         mismatch_in_graph = ""
-        for pending in (*subtree.take_ready(), *self._completed_by_joins()):
+        ready, subtree.ready = subtree.ready, []
+        for pending in (*ready, *self._completed_by_joins()):
             missing = tuple(pending.missing()) if joined.ranks else ()
             request, problem = self._outcome(pending, missing)
             if request is not None:
@@ -49,7 +50,8 @@ class Root:
                 errors.append((next(iter(by_request)).name, problem))
                 if any(each.in_graph or each.failures for each in by_request):
                     mismatch_in_graph = mismatch_in_graph or problem
-        subtree.ended.completed.update(subtree.ended.take_news())
+        subtree.ended.completed.update(subtree.ended.news)
+        subtree.ended.news.clear()
         end, text = self._reason_to_end(mismatch_in_graph, now, quiet_s)
         if subtree.ended.failure is not None:
             agreed = []  # The failed rank takes part in no further collective.
@@ -58,7 +60,7 @@ class Root:
         have_all_joined = len(joined.ranks) == subtree.node.size and end is None
         asks = self._stalls.asks(now, quiet_s)
         sends_ended = bool(subtree.ended.completed) and not self._is_end_sent
-        ends_vote = subtree.take_vote_end()
+        ends_vote, subtree.must_end_vote = subtree.must_end_vote, False
         if self._is_finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined or asks):
             return None
         self._is_end_sent = self._is_end_sent or sends_ended
@@ -221,10 +223,11 @@ class Coordinator:
 
     def _announce(self, now: float) -> Announcement | None:
         """Return the announcement that is due now, or None if nothing is to be announced."""
-        subtree, ended = self._subtree, self._subtree.ended
+        subtree, ended, joined = self._subtree, self._subtree.ended, self._subtree.joined
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
-        for pending in subtree.take_ready():
+        ready, subtree.ready = subtree.ready, []
+        for pending in ready:
             request = pending.agreed()
             number = None if request is None else subtree.numbers.number_of(request)
             if number is not None:
@@ -233,7 +236,9 @@ class Coordinator:
                 requests += _by_ranks(pending) if request is None else [(request, None)]
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
-        new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
+        new_ended, ended.news = tuple(ended.news), []
+        new_joined, joined.news = tuple(joined.news), []
+        ends_vote, subtree.must_end_vote = subtree.must_end_vote, False
         places, subtree.places = tuple(subtree.places.items()), {}
         if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None

@@ -157,7 +157,7 @@ class JoinedRanks:
         self.clear()
 
     def clear(self) -> None:
-        self._news: list[int] = []
+        self.news: list[int] = []  # The ranks that have joined since the last announcement.
         self.ranks: list[int] = []  # In the order in which they have joined.
         # The join as a request that these ranks have submitted, for reports; None if no rank has joined.
         self.pending: Pending | None = None
@@ -168,12 +168,7 @@ class JoinedRanks:
             self.pending = Pending(self._node, now)
         self.pending.add(source, JOIN, set(ranks))
         self.ranks += ranks
-        self._news += ranks
-
-    def take_news(self) -> tuple[int, ...]:
-        """The ranks that have joined since the last call."""
-        news, self._news = tuple(self._news), []
-        return news
+        self.news += ranks
 
 
 def problem_without(absent: Sequence[int], request: Request, topology: Topology) -> str:
@@ -198,7 +193,7 @@ def problem_without(absent: Sequence[int], request: Request, topology: Topology)
 class EndedRanks:
     """Ranks that have called shutdown(), and an engine that has failed."""
 
-    # Each rank that has shut down since the last message, with the number of operations that it had completed.
+    # Each rank that has shut down since the last announcement, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
     # On rank 0, the number of completed operations of each rank that has shut down.
     completed: dict[int, int] = field(default_factory=dict)
@@ -211,11 +206,6 @@ class EndedRanks:
         """Note ranks that have shut down, as (rank, completed operations)."""
         self.news += ended
         self.are_any = self.are_any or bool(ended)
-
-    def take_news(self) -> tuple[tuple[int, int], ...]:
-        """The ranks that have shut down since the last call."""
-        news, self.news = tuple(self.news), []
-        return news
 
 
 class RequestNumbers:
@@ -277,7 +267,7 @@ class Subtree:
         # The answers of ranks that were asked where they are, until the answers are sent on, or the ranks asked again.
         self.places: dict[int, str] = {}
         self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
-        self._ready: list[Pending] = []  # complete since the last take_ready, in order
+        self.ready: list[Pending] = []  # complete since the last announcement or decision, in order
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
         """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
@@ -287,17 +277,7 @@ class Subtree:
         pending.add(source, request, ranks)
         if pending.is_complete:
             del self.pending[request.name]
-            self._ready.append(pending)
-
-    def take_ready(self) -> list[Pending]:
-        """The requests that have become complete in the subtree since the last call, in the order of completion."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def take_vote_end(self) -> bool:
-        """Whether some rank has asked for the end of the vote since the last call."""
-        asked, self.must_end_vote = self.must_end_vote, False
-        return asked
+            self.ready.append(pending)
 
     def incomplete(self) -> dict[str, Pending]:
         """The incomplete requests by name, including the join if some ranks have joined."""
