@@ -74,10 +74,10 @@ class LifeCycle:
         self._executor, self._queue, self._interruption = controller.executor, controller.queue, interruption
         self.ended = threading.Event()  # Set when there are no more cycles.
         self.error: Exception | None = None  # The error that ended the engine; None after a shutdown on all ranks.
-        # Any thread may set these three:
-        self.abandoned: EngineError | None = None  # The error with which to end in the next cycle, on this rank only.
-        self.broken_off: BrokenOffError | None = None  # The error with which to end in the next cycle, on all ranks.
-        self.is_end_requested = False  # This rank will submit no more. The next cycle announces it.
+        # Any thread may set these three; the next cycle reads them.
+        self.abandoned: EngineError | None = None  # The error with which to end on this rank only.
+        self.broken_off: BrokenOffError | None = None  # The error with which to end on all ranks.
+        self.is_end_requested = False  # This rank will submit no more.
         self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
     def end_if_abandoned(self) -> bool:
@@ -136,11 +136,9 @@ class LifeCycle:
 
     def _send_failure(self, error: EngineError) -> None:
         try:
-            text, is_stall = str(error), isinstance(error, StallError)
-            coordinator = self._coordinator
+            text, is_stall, coordinator = str(error), isinstance(error, StallError), self._coordinator
             coordinator.fail(text, is_stall)
-            announcement, decision = coordinator.advance(self._controller.clock())
-            last = decision
+            announcement, last = coordinator.advance(self._controller.clock())
             if announcement is not None:
                 self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the next decision of rank 0, so it sends its own decision to its children.
@@ -150,8 +148,7 @@ class LifeCycle:
                 for child in coordinator.children:
                     self._control.send(child, message)
             # The engine ends now, and sends nothing afterwards.
-            self._control.flush(coordinator.neighbours,
-                                      _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
+            self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
         except Exception:  # `error` is reported in any case. This second failure goes to the log.
             logger.debug("rank %d: the failure could not be sent to the other ranks",
                          self._controller.topology.job_rank, exc_info=True)
@@ -221,7 +218,6 @@ class Controller:
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
         self._outgoing = executor.observer.outgoing
-        # Ends the cycles. Any thread may set some of its attributes.
         self.life = LifeCycle(self, interruption or Interruption())
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0  # The number of times that all ranks have completed a join().

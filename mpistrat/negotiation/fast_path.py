@@ -16,9 +16,7 @@ Rounds and decisions have the same order on all ranks:
   it, so all of them vote, and the round is complete soon.
 
 A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
-end the vote by a decision. The coordinator then finds out which ranks miss, and reports them.
-
-Used by the thread that drives the engine.
+end the vote by a decision. The coordinator then finds out which ranks miss, and reports them. For the driver only.
 """
 
 import logging
