@@ -18,22 +18,19 @@ class Errors:
     """
 
     def __init__(self, count: int):
-        self.count, self._values = count, np.zeros(count, np.float32)
+        self.values = np.zeros(count, np.float32)
         self._own: set[tuple[int, int]] = set()  # The parts that this rank sends, as (first, end).
 
     def part(self, first: int, count: int) -> np.ndarray:
         """Return a view of the errors of `count` values from `first` on, which this rank sends."""
         self._own.add((first, first + count))
-        return self._values[first:first + count]
-
-    def set(self, values: np.ndarray | float) -> None:
-        self._values[:] = values
+        return self.values[first:first + count]
 
     def own(self) -> np.ndarray:
         """Return a copy of the errors, with zeros for values that this rank does not send."""
-        result = np.zeros_like(self._values)
+        result = np.zeros_like(self.values)
         for first, last in self._own:
-            result[first:last] = self._values[first:last]
+            result[first:last] = self.values[first:last]
         return result
 
 
@@ -69,10 +66,10 @@ class ErrorFeedback:
         if not quantised.name:
             return None
         before, errors = self._kept.get(quantised.name, (quantised, None))
-        if errors is None or before.request != quantised.request or errors.count != count:
+        if errors is None or before.request != quantised.request or errors.values.size != count:
             errors = self._allocated(quantised, count)
         elif before.labels != quantised.labels:
-            errors.set(0.0)
+            errors.values[:] = 0.0
         self._kept[quantised.name] = quantised, errors
         return errors
 
@@ -89,5 +86,5 @@ class ErrorFeedback:
                               f"{4 * count} bytes. Use Compression.bf16, which needs no error feedback.")
         restored = self._restored.pop(quantised.name, None)
         if restored is not None and restored.size == count and self._topology.host == self._topology.hosts[0]:
-            errors.set(restored)  # Only on one host: of its ranks, just one sends each value.
+            errors.values[:] = restored  # Only on one host: of its ranks, just one sends each value.
         return errors

@@ -18,7 +18,7 @@ KEPT_REQUESTS = 4096
 KEPT_FUSION_PLANS = 1024
 
 # Bytes of free blocks that a ResultPool always keeps.
-# Not measured: one bound on bytes replaced one on sizes, which kept 1.2 GB of 10 MB results of changing sizes.
+# Not measured. An earlier limit, on the number of sizes, kept 1.2 GB of 10 MB results of changing sizes.
 SPARE_RESULT_BYTES = 32 * 2**20
 
 # In how many steps the sizes of result blocks double. Results of nearly equal sizes share blocks.
@@ -70,7 +70,7 @@ MOST_SKIPPED_VOTES = 64
 # -- engine -----------------------------------------------------------------------------------------------------------
 
 # Seconds for which a waiting engine stays awake before it sleeps.
-# A sleep and a wake-up take a third of it; 64 KB on 2 ranks: 20 to 40 us less than without.
+# A sleep and a wake-up take a third of this time. An all-reduce of 64 KB on 2 ranks takes 20 to 40 us less than with 0.
 ENGINE_SPIN_S = 300e-6
 
 # Seconds between two looks of an idle engine at its messages.
@@ -85,8 +85,8 @@ OBSERVER_POLL_S = 0.001
 # Not measured: 1.2 MB when full. A step of 20 buckets leaves the last 200 steps.
 RECORDED_OPERATIONS = 4096
 
-# How many of its last operations a rank tells `mpistrat run` when a rank fails; the fewest; and those of all ranks.
-# A line of 3800 bytes has about 100. Not measured with many ranks: mpirun forwards 700 KB of all of them.
+# How many of its last operations a rank reports to `mpistrat run` when a rank fails (most, least), and all ranks do.
+# A line of 3800 bytes has about 100 operations. Not measured with many ranks: mpirun forwards 700 KB of all ranks.
 REPORTED_OPERATIONS = 256
 REPORTED_OPERATIONS_LEAST = 32
 REPORTED_OPERATIONS_OF_ALL = 16384
@@ -119,37 +119,37 @@ SHM_CHUNK_BYTES = 512 * 1024
 # 33 / 37 / 39; that share none: 4 MB 1.62 / 1.36 / 1.56, 16 MB 6.9 / 6.3 / 6.0, 102 MB 41 / 39 / 36. 8 MiB as 4 MiB.
 SHM_LARGER_CHUNKS = (2 * 2**20, 4 * 2**20)
 
-# Bytes of an all-reduce from which these are tried.
-# 2 ranks, 1 MB: 0.31 ms with 512 KiB and 0.28 with 2 MiB, 2 MB: 0.47 and 0.37; less has one chunk or two.
+# Bytes of an all-reduce from which a job tries these sizes.
+# 2 ranks, 1 MB: 0.31 ms with 512 KiB and 0.28 with 2 MiB; 2 MB: 0.47 and 0.37. Smaller all-reduces have 1 or 2 chunks.
 SHM_CHOICE_BYTES = 2**20
 
-# Bytes of memory for the chunks of one host, and the part of its memory, beyond which no larger size is tried.
+# Bytes of memory for the chunks of one host, and the part of the host's memory, beyond which no larger size is tried.
 # Not measured: 4 MiB for up to 15 ranks, 2 MiB for up to 31.
 SHM_MOST_CHUNK_MEMORY = 256 * 2**20
 SHM_MOST_CHUNK_MEMORY_PART = 64
 
-# How often each size is tried before a choice, which changes if the time with another size is CHUNK_GAIN of that with
-# the chosen one, at most.
+# How often each size is tried before a choice. The choice changes if the time with another size is at most CHUNK_GAIN
+# of the time with the chosen size.
 # Not measured: six all-reduces for three sizes, some of them half as fast. The least of two times of 102 MB repeats
 # within 5 % on a quiet machine.
 CHUNK_TRIES = 2
 CHUNK_GAIN = 0.95
 
-# After how many all-reduces the sizes are tried again: the fewest and the most; and the part of these if the speed
-# changes.
+# After how many all-reduces the sizes are tried again, at least and at most. If the speed changes, after the number
+# divided by CHUNK_EARLIER.
 # Not measured: a trial costs as much as two all-reduces, 1.5 % of 128. Cores of a virtual machine move within minutes.
 CHUNK_KEPT_LEAST = 128
 CHUNK_KEPT_MOST = 1024
 CHUNK_EARLIER = 4
 
 # The speed has changed if the median time per byte of the last CHUNK_SPEED_TIMES all-reduces differs by this factor
-# from that of the first ones after the choice.
+# from that of the first all-reduces after the choice.
 # The time of 102 MB on 2 ranks changes by 1.5 when the cores of a virtual machine move apart.
 CHUNK_SPEED_FACTOR = 1.25
 CHUNK_SPEED_TIMES = 8
 
 # How many chunks of a two-shot all-reduce may be under way.
-# Not measured: one is packed, one reduced, one unpacked, and a rank may be one ahead of the others.
+# Not measured: one is packed, one reduced, one unpacked, and a rank may be one chunk ahead of the others.
 SHM_CHUNKS_UNDER_WAY = 4
 
 # Bytes of all ranks together up to which every rank reduces everything (one-shot) instead of its slice.
@@ -158,7 +158,7 @@ SHM_ONE_SHOT_BYTES = 512 * 1024
 
 # How many chunks of a large reduce-scatter may be under way. The memory of the all-reduces is divided among them.
 # Beside busy processes, 2 ranks, 64 MB: 9 ms with 2 chunks of 1 MiB, and 11 with 4 of 512 KiB; 4 ranks, 16 MB: 14
-# instead of 19. With 4 chunks of 1 MiB, which take twice the memory, as with 2.
+# instead of 19. 4 chunks of 1 MiB, which take twice the memory, are as fast as 2.
 SHM_SCATTERS_UNDER_WAY = 2
 
 # Average bytes of a tensor from which tensors are reduced one by one; smaller ones are packed, reduced and unpacked.
@@ -166,7 +166,7 @@ SHM_SCATTERS_UNDER_WAY = 2
 SHM_LARGE_TENSOR_BYTES = 32 * 1024
 
 # How many numpy views the kept layouts of all-reduces may hold.
-# Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, 21 us without them.
+# Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, which is 21 us without.
 SHM_KEPT_VIEWS = 2**15
 
 # How many looks a rank takes at a counter before it yields the processor, seconds for which it yields the processor,
@@ -186,7 +186,7 @@ SHM_RING_LOOKS = 16
 
 # -- 8-bit numbers between hosts -------------------------------------------------------------------------------------
 
-# Bytes of a bucket from which on it is sent as 8-bit numbers. Smaller ones are sent as they are, with the vote.
+# Bytes of a bucket from which on it is sent as 8-bit numbers. Smaller buckets are sent as they are, with the vote.
 # Not measured: the vote saves a round trip, about 0.2 ms, in which 2.5 KB cross 100 Mbit/s, and 25 KB 1 Gbit/s.
 QUANTISED_LEAST_BYTES = 16 * 1024
 
@@ -220,24 +220,24 @@ MPI_SPIN_TESTS = 50
 MPI_YIELD_S = 2e-3
 MPI_YIELD_BYTES_PER_S = 1e9
 
-# After that a sleep is the wait so far divided by this, within the two limits in seconds that follow.
+# Afterwards, a sleep is the wait so far divided by MPI_SLEEP_DIVISOR, within these two limits in seconds.
 # Not measured: sleeps in proportion to the wait make no wait much longer than it must be.
 MPI_SLEEP_DIVISOR = 64
 MPI_SHORTEST_SLEEP_S = 50e-6
 MPI_LONGEST_SLEEP_S = 1e-3
 
 # Seconds for which a rank polls MPI for messages without a pause: in the background, and while a caller waits.
-# Between hosts, with the second one: half the time for small tensors, two thirds for 16 MB. The first: not measured.
+# With the second, small tensors between hosts take half the time, and 16 MB two thirds. The first: not measured.
 MPI_POLL_SPIN_S = 50e-6
 MPI_POLL_CALLER_SPIN_S = 1e-3
 
-# After that a pause is the time without a message divided by this, of MPI_SHORTEST_SLEEP_S at least and this at most.
-# A rank that waits for another takes 2.3 % of a core across hosts.
+# Afterwards, a pause is the time without a message divided by MPI_POLL_SLEEP_DIVISOR, but at least MPI_SHORTEST_SLEEP_S
+# and at most MPI_POLL_LONGEST_SLEEP_S. A rank that waits for a rank of another host takes 2.3 % of a core.
 MPI_POLL_SLEEP_DIVISOR = 8
 MPI_POLL_LONGEST_SLEEP_S = 3e-3
 
 # Seconds of the first pause of the sleeping barrier in init() and shutdown(), doubled up to the second value.
-# Not measured: ranks import for seconds, and an early one must not take a core from a late one.
+# Not measured: ranks import for seconds, and an early rank must not take a core from a late rank.
 BARRIER_FIRST_SLEEP_S = 10e-6
 BARRIER_LONGEST_SLEEP_S = 5e-3
 
@@ -246,7 +246,7 @@ BARRIER_LONGEST_SLEEP_S = 5e-3
 # Bytes of a chunk between hosts, and how many chunks may be under way.
 # 16 MB on 2 hosts of 2 ranks, two exchanges per chunk: 51 ms with 512 KiB, 43 with 1 MiB, 38 with 2, 35 with 4. Larger
 # chunks leave the wire idle for longer while they are packed. The number was not measured: a chunk goes through five
-# stages, and a rank may be one ahead of the others.
+# stages, and a rank may be one chunk ahead of the others.
 HIERARCHICAL_CHUNK_BYTES = 2 * 1024 * 1024
 HIERARCHICAL_CHUNKS_UNDER_WAY = 6
 
@@ -255,7 +255,7 @@ HIERARCHICAL_CHUNKS_UNDER_WAY = 6
 HIERARCHICAL_SLICE_BYTES = 16 * 1024
 
 # How many hosts exchange votes directly, and small all-reduces with them. More hosts agree first.
-# 3 and 4 hosts: see PIGGYBACK_CROSS_BYTES. More were not measured, for each host sends to every other one.
+# 3 and 4 hosts: see PIGGYBACK_CROSS_BYTES. More were not measured. Each host sends to every other host.
 PIGGYBACK_MOST_HOSTS = 8
 
 # Bytes of all ranks of a host together up to which its first rank reduces and exchanges everything with the vote.
@@ -264,19 +264,19 @@ PIGGYBACK_MOST_HOSTS = 8
 PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
 
 # The same for more than two hosts: bytes of one all-reduce, of all hosts together.
-# Each host sends everything to every other one. 3 hosts of 2 ranks on two cores, five runs in turn: 64 bytes to 8 KB
+# Each host sends everything to every other host. 3 hosts of 2 ranks on two cores, five runs in turn: 64 bytes to 8 KB
 # take 0.53 ms instead of 0.76; 4 hosts, three runs: up to 4 KB 0.88 instead of 1.12.
 PIGGYBACK_CROSS_BYTES = 32 * 1024
 
 # Bytes of a message between hosts, of which larger data consist.
-# Below the limit to which MPI sends without asking the receiver: 64 KiB over TCP in Open MPI, its header included. See
-# transport.mpi.eager for what that saves. 30 KB over 1 Gbit/s takes as long.
+# Below the eager limit of MPI, 64 KiB over TCP in Open MPI with the header: MPI sends such a message without asking the
+# receiver. transport.mpi.eager says what that saves. 30 KB over 1 Gbit/s takes as long.
 EAGER_MESSAGE_BYTES = 60 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of the engine at a GPU whose work it waits for.
-# A sleep of 20 us took 77 on the first machine with a GPU (H200), a look 15 to 20.
+# On the first machine with a GPU (H200), a sleep of 20 us took 77 us, and a look 15 to 20 us.
 GPU_LOOK_S = 20e-6
 
 # Bytes of alignment padding in a fusion buffer, and of the smallest fusion buffer to ask for where GPU memory is short.
@@ -285,13 +285,13 @@ GPU_LOOK_S = 20e-6
 GPU_FUSION_PADDING_BYTES = 64 * 1024
 GPU_LEAST_FUSION_BYTES = 2**20
 
-# Elements that one block of threads of the copy kernel copies, and how many threads it has.
+# Elements that one block of threads of the copy kernel copies, and how many threads a block has.
 # Not measured on a GPU: 64 elements per thread.
 COPY_BLOCK_ELEMENTS = 16384
 COPY_BLOCK_THREADS = 256
 
 # Seconds between two exchanges on whether all ranks are connected to NCCL, doubled from the first to the second value.
-# Not measured: connecting takes a second or so, once.
+# Not measured: connecting takes about a second, once.
 NCCL_CONNECT_FIRST_SLEEP_S = 1e-3
 NCCL_CONNECT_LONGEST_SLEEP_S = 0.1
 
@@ -314,15 +314,15 @@ JOINED_TENSOR_BYTES = 64 * 1024
 # host with spare cores was not measured.
 BUCKET_BYTES = 16 * 1024 * 1024
 
-# The same with several hosts, and of the first bucket, which lets the wire begin early.
+# The same with several hosts, and bytes of the first bucket there, which lets the wire begin early.
 # Two hosts of one rank, 1 Gbit/s, ten layers of 4 MB: a step takes 487 ms, of which the last bucket 34; 661 to 719 with
-# 16 MiB. The engine reduces together what is ready, so the wire has no more to do. The first one: not measured.
+# 16 MiB. The engine reduces together what is ready, so the wire has no more to do. The first bucket: not measured.
 HOSTS_BUCKET_BYTES = 4 * 1024 * 1024
 HOSTS_FIRST_BUCKET_BYTES = 1024 * 1024
 
 # The same on GPUs. Each bucket there costs some calls of Python beside the training step, whatever its size.
-# Not measured on a GPU. On its stand-in these take 0.27 ms of a core; ResNet-50 has 4 buckets in place of 8, and
-# BERT-base 13 in place of 26.
+# Not measured on a GPU. On the tests' stand-in for a GPU these calls take 0.27 ms of a core. ResNet-50 has 4 buckets
+# in place of 8, and BERT-base 13 in place of 26.
 GPU_BUCKET_BYTES = 32 * 1024 * 1024
 
 # Bytes of a bucket up to which its submit callback waits for the result, and the longest wait in seconds.

@@ -84,9 +84,11 @@ def _combined_pairs(data: DataPlane, slices: list[list[np.ndarray]]) -> list[lis
     dots = np.array([[_dots(a, b) for a, b in pairs_of_tensor] for pairs_of_tensor in pairs])
     flat = dots.reshape(-1)
     data.allreduce([flat], [flat], Reduction(ReduceOp.SUM))
-    return [[_pair(a, b, *dots_of_pair) for (a, b), dots_of_pair in zip(pairs_of_tensor, dots_of_tensor, strict=True)]
-            + parts[2 * len(pairs_of_tensor):]
-            for parts, pairs_of_tensor, dots_of_tensor in zip(slices, pairs, dots, strict=True)]
+    results = []
+    for parts, pairs_of_tensor, dots_of_tensor in zip(slices, pairs, dots, strict=True):
+        combined = [_pair(a, b, *products) for (a, b), products in zip(pairs_of_tensor, dots_of_tensor, strict=True)]
+        results.append(combined + parts[2 * len(combined):])
+    return results
 
 
 def _dots(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
