@@ -153,6 +153,7 @@ class Cluster:
 
 # -- how ranks form a cluster ------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Offer:
     """The first message of each rank to all others."""
