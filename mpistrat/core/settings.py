@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -220,15 +221,12 @@ def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
     HOROVOD_ variables without a counterpart, or with a value that the setting does not accept, are left out.
     """
     taken = {}
-    for own in (PREFIX + f.metadata["env"] for f in fields(Settings)):
-        name = HOROVOD_PREFIX + own.removeprefix(PREFIX)
-        if name not in environ:
-            continue
-        try:
-            Settings.from_env({own: environ[name]})
-        except SettingsError:
-            continue
-        taken[own] = environ.get(own, environ[name])
+    for f in fields(Settings):
+        own, name = PREFIX + f.metadata["env"], HOROVOD_PREFIX + f.metadata["env"]
+        if name in environ:
+            with suppress(SettingsError):
+                Settings.from_env({own: environ[name]})
+                taken[own] = environ.get(own, environ[name])
     return taken
 
 
@@ -250,12 +248,9 @@ def horovod_warning(environ: Mapping[str, str]) -> list[str]:
 
 def differing(by_rank: list[Settings]) -> list[str]:
     """Return a sentence for each setting that differs among the ranks. `by_rank[r]` has the settings of rank r."""
-    sentences = []
-    for f in fields(Settings):
-        values = [getattr(settings, f.name) for settings in by_rank]
-        if len(set(values)) > 1:
-            sentences.append(f"{PREFIX}{f.metadata['env']}: the ranks disagree: {describe_by_rank(values)}.")
-    return sentences
+    values = {f.metadata["env"]: [getattr(settings, f.name) for settings in by_rank] for f in fields(Settings)}
+    return [f"{PREFIX}{name}: the ranks disagree: {describe_by_rank(of_ranks)}."
+            for name, of_ranks in values.items() if len(set(of_ranks)) > 1]
 
 
 def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:

@@ -9,16 +9,10 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from ..core import tuning
 from ..core.errors import StallError
 from ..core.request import Request, TensorSpec
 from ..core.topology import MOST_LISTED, Topology, describe_ranks, describe_wait, network_cause, rank_list
-from ..core.tuning import (
-    STALL_ABORT_LONGEST_POLL_S,
-    STALL_ABORT_LOOKS,
-    STALL_LONGEST_POLL_S,
-    STALL_SHORTEST_POLL_S,
-    STALL_WARNING_LOOKS,
-)
 from .subtree import Pending, Subtree, depth_of
 
 # What to write in a script whose ranks run different numbers of steps.
@@ -165,7 +159,8 @@ class StallWatch:
         if self.warning_s is None:
             return None
         due_s = self.warning_s if self.deadlock_s is None else min(self.warning_s, self.deadlock_s)
-        return max(STALL_SHORTEST_POLL_S, min(due_s / STALL_WARNING_LOOKS, STALL_LONGEST_POLL_S))
+        poll_s = min(due_s / tuning.STALL_WARNING_LOOKS, tuning.STALL_LONGEST_POLL_S)
+        return max(tuning.STALL_SHORTEST_POLL_S, poll_s)
 
     @property
     def pass_on_s(self) -> float:
@@ -215,7 +210,7 @@ class StallWatch:
         if self.abort_s is None or now < self._next_look:
             return None
         # Not in every cycle: checking all pending names takes long, and the end may be this late.
-        self._next_look = now + min(self.abort_s / STALL_ABORT_LOOKS, STALL_ABORT_LONGEST_POLL_S)
+        self._next_look = now + min(self.abort_s / tuning.STALL_ABORT_LOOKS, tuning.STALL_ABORT_LONGEST_POLL_S)
         if not self.stalled(now, self.abort_s):
             return None
         # Includes requests that began later: the ranks missing from the first one often wait for a later one.
