@@ -54,5 +54,5 @@ def _note() -> None:
         _parent = os.getppid()
 
 
-# Runs before the other after-fork functions of the package, whose modules import this one.
+# Runs before the other after-fork functions of the package, whose modules import this module.
 os.register_at_fork(after_in_child=_note)

@@ -171,7 +171,7 @@ class Entry:
     handle: Handle
     is_awaited: bool = False  # Whether the submitting thread blocks until the request is complete.
     origin: Origin | None = None  # The graph node that has submitted the request; None: no graph has.
-    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: by other ranks only, this one is in join().
+    submitted: int = 0  # When this rank submitted the request, as time.monotonic_ns(); 0: never, the rank is in join().
     agreed: int = 0  # The time when this rank learned that all ranks had submitted the request.
     number: int = 0  # The index in the execution order of the process set, the same on all its ranks.
 

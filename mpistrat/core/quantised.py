@@ -20,7 +20,7 @@ from .tuning import QUANTISED_BATCH_BLOCKS
 INT8 = "int8"  # The wire_dtype of requests whose sums are sent between hosts as such blocks.
 BLOCK = 256
 SCALE_BYTES = 4
-# Smaller largest values of a block are replaced by this one, so that scales and their inverses are normal floats.
+# A block whose largest value is smaller gets this one instead, so that the scale and its inverse are normal floats.
 _LEAST = np.float32(1e-35)
 _MOST = np.float32(3e38)  # For larger values the product with the scale may overflow.
 _LARGEST = np.float32(127.0)

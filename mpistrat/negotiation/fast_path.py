@@ -30,7 +30,7 @@ from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOOKED_AT = 2  # ranks; each may take seconds
+_MOST_LOOKED_AT = 2  # The number of ranks that `look` is called for. Each call may take seconds.
 
 
 class FastPath:
@@ -47,7 +47,7 @@ class FastPath:
         self.has_voted = False  # This rank has voted, for or against, and the round is not complete.
         self._entry: Entry | None = None
         self._since, self._was_late, self._next_report = 0.0, False, 0.0
-        self._agreements = 0  # in this vote
+        self._agreements = 0  # The number of operations that the ranks have agreed on in this vote.
         self._skipped, self._to_skip = 0, 0
 
     def open(self) -> None:

@@ -26,7 +26,7 @@ _FAILURES = "how many executions of the tf.function have ended in an error"
 
 
 def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -> str:
-    """The sentence on what the ranks disagree about; checked in Horovod's order.
+    """Return a sentence on the first field on which the ranks disagree, in the order of Horovod's checks.
 
     `by_request` has at least two different requests of one name, each with the ranks that submitted it.
     """
@@ -128,7 +128,7 @@ def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequen
 # rank 0 asks the missing ranks where they are. A rank without any answer of rank 0 ends its own engine: rank 0 is
 # stopped, or cannot be reached.
 
-_MOST_ASKED = 4  # ranks; a report on more would be too long to read
+_MOST_ASKED = 4  # The number of ranks that are asked. A report on more ranks would be too long to read.
 # Seconds after the limit on stalls within which rank 0's decision must arrive: rank 0 checks for stalls only now and
 # then, and the decision passes through the tree.
 _ANSWER_S = 4.0
@@ -150,7 +150,7 @@ class StallWatch:
         # Returns where a given rank of the job is, which has not answered, as text that begins a new line.
         self.look: Callable[[int], str] = lambda _: ""
         self._last_report = 0.0
-        self._next_look = 0.0  # for the limit
+        self._next_look = 0.0  # When to look next whether `abort_s` has passed.
         self._next_ask = 0.0
         self._asked: tuple[int, ...] = ()
 

@@ -37,7 +37,7 @@ def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def subtree(root: int, size: int) -> Iterator[int]:
     """`root` and all ranks under it, in order."""
-    first = last = root  # of a level of the subtree, which is a contiguous run
+    first = last = root  # The first and the last rank of a level of the subtree, whose ranks are consecutive.
     while first < size:
         yield from range(first, min(last, size - 1) + 1)
         first, last = first * FAN_OUT + 1, last * FAN_OUT + FAN_OUT
@@ -83,11 +83,10 @@ class Pending:
     __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")
 
     def __init__(self, node: Node, since: float):
-        # since: When the first rank submitted it.
-        self._node, self.since = node, since
+        self._node, self.since = node, since  # since: When the first rank submitted the request.
         self._whole: dict[int, Request] = {}
         self._parts: dict[int, dict[Request, set[int]]] = {}
-        self._complete = 0  # how many sources
+        self._complete = 0  # The number of sources of which all ranks have submitted.
         self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
 
     def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
@@ -267,7 +266,7 @@ class Subtree:
         # The answers of ranks that were asked where they are, until the answers are sent on, or the ranks asked again.
         self.places: dict[int, str] = {}
         self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
-        self.ready: list[Pending] = []  # complete since the last announcement or decision, in order
+        self.ready: list[Pending] = []  # The requests that became complete since the last message, in order.
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
         """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
