@@ -16,7 +16,7 @@ from ..core.interfaces import AgreementRound, ControlPlane, DataPlane
 from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import Topology
-from ..negotiation.tree import Node, edges_among
+from ..negotiation.subtree import Node, edges_among
 from ..transport.host_link import HostLink
 from ..transport.local import LocalAgreement, LocalControl, LocalData
 from ..transport.shm.ring import LocalChannel, ShmRing, ring_bytes

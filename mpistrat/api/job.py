@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallError
 from ..core.settings import Settings
-from ..core.stalls import describe_wait
-from ..core.topology import Topology
+from ..core.topology import Topology, describe_wait
 from ..elastic.elastic_job import job_of
 from ..engine.engine import Engine
 from ..process import abort
@@ -203,7 +202,7 @@ class Job:
     def disable_after_fork(self, error: Exception) -> None:
         """Make collectives raise `error`. Called in a forked process."""
         for group in self._groups():
-            group.engine.disable_after_fork(error)
+            group.engine.controller.queue.disable_after_fork(error)
 
     def _groups(self) -> list[Group]:
         """Return the groups of this rank, ascending by id, so that all ranks close them in the same order."""

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from ..core.errors import InvalidRequestError
-from ..core.protocols import Array
-from ..core.request import DEVICE_CPU, DEVICE_GPU
+from ..core.request import DEVICE_CPU, DEVICE_GPU, Array
 from ..gpu.arrays import Allocated, GpuTensors, RecordedStream
 from .libraries import Library, TensorLike, library_of
 from .own_gpu import go_by_host, host_copies_of, this_ranks_gpu

@@ -1,7 +1,6 @@
-"""Marks reductions for profilers, while the reductions run, in the thread that runs them.
+"""Marks reductions for profilers, in the thread that runs the reductions. Nothing is marked while no profiler runs.
 
-A timeline is made later, from records (trace/), but a profiler needs the marks at run time. Nothing is marked while no
-profiler runs.
+A timeline is made later, from records (trace/), but a profiler needs the marks at run time.
 """
 
 from collections.abc import Callable
@@ -22,27 +21,18 @@ def marked(request: Request) -> AbstractContextManager[Any]:
     """Return the context in which to execute a request and the other requests of its bucket."""
     if not is_on():
         return _NOTHING
-    name = f"{request.kind.value.upper()} {request.name}"
-    if len(makers) == 1:
-        return makers[0](name)
     with ExitStack() as stack:
         for make in makers:
-            stack.enter_context(make(name))
+            stack.enter_context(make(f"{request.kind.value.upper()} {request.name}"))
         return stack.pop_all()
 
 
-def _always() -> bool:
-    return True
-
-
-def add(make: Callable[[str], AbstractContextManager[Any]], runs: Callable[[], bool] = _always) -> None:
+def add(make: Callable[[str], AbstractContextManager[Any]], runs: Callable[[], bool] = lambda: True) -> None:
     """Let a profiler show reductions. Adding the same profiler again does nothing.
 
-    Args:
-        make: See `makers`. With several profilers, `make` is also called while this profiler does not run.
-        runs: Returns whether this profiler runs. Default: always True.
+    `runs` returns whether this profiler runs. With several profilers, `make` is also called while it does not run.
     """
     global is_on
     if make not in makers:
         makers.append(make)
-        is_on = runs if len(makers) == 1 else _always
+        is_on = (lambda: True) if len(makers) > 1 else runs

@@ -1,7 +1,4 @@
-"""The rounding errors of `Compression.int8`, kept for the next step by the names of buckets. See core/quantised.py.
-
-Only the engine's thread uses it.
-"""
+"""The rounding errors of `Compression.int8` (core/quantised.py), kept for the next step. For the engine's thread."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,38 +12,32 @@ from .topology import Topology
 
 
 class Errors:
-    """The rounding errors of the values of a bucket, in float32; zeros at first. `count`: The number of values.
+    """The rounding errors of the `count` values of a bucket, in float32; zeros at first.
 
     A rank writes only the parts that it sends. The system allocates no memory for the other parts.
     """
 
     def __init__(self, count: int):
-        self.count, self._values = count, np.zeros(count, np.float32)
+        self.values = np.zeros(count, np.float32)
         self._own: set[tuple[int, int]] = set()  # The parts that this rank sends, as (first, end).
 
     def part(self, first: int, count: int) -> np.ndarray:
         """Return a view of the errors of `count` values from `first` on, which this rank sends."""
         self._own.add((first, first + count))
-        return self._values[first:first + count]
-
-    def set(self, values: np.ndarray | None) -> None:
-        """Replace the errors by `values`; None: by zeros."""
-        self._values[:] = 0.0 if values is None else values
+        return self.values[first:first + count]
 
     def own(self) -> np.ndarray:
         """Return a copy of the errors, with zeros for values that this rank does not send."""
-        result = np.zeros_like(self._values)
+        result = np.zeros_like(self.values)
         for first, last in self._own:
-            result[first:last] = self._values[first:last]
+            result[first:last] = self.values[first:last]
         return result
 
 
 class ErrorFeedback:
     """Keeps the rounding errors by the names of buckets, as long as the data plane exists.
 
-    Args:
-        plane: Used to check that all ranks have memory for the errors.
-        topology: The ranks of the plane.
+    `plane` is used to check that all ranks have memory for the errors.
     """
 
     def __init__(self, plane: DataPlane, topology: Topology):
@@ -75,10 +66,10 @@ class ErrorFeedback:
         if not quantised.name:
             return None
         before, errors = self._kept.get(quantised.name, (quantised, None))
-        if errors is None or before.request != quantised.request or errors.count != count:
+        if errors is None or before.request != quantised.request or errors.values.size != count:
             errors = self._allocated(quantised, count)
         elif before.labels != quantised.labels:
-            errors.set(None)
+            errors.values[:] = 0.0
         self._kept[quantised.name] = quantised, errors
         return errors
 
@@ -95,5 +86,5 @@ class ErrorFeedback:
                               f"{4 * count} bytes. Use Compression.bf16, which needs no error feedback.")
         restored = self._restored.pop(quantised.name, None)
         if restored is not None and restored.size == count and self._topology.host == self._topology.hosts[0]:
-            errors.set(restored)  # Only on one host: of its ranks, just one sends each value.
+            errors.values[:] = restored  # Only on one host: of its ranks, just one sends each value.
         return errors

@@ -105,10 +105,8 @@ class MessageError(EngineError):
 class LostRank:
     """A rank that has died, or whose host is lost.
 
-    Attributes:
-        rank: Its number in the job, before any recovery.
-        host: The name of its host.
-        how: How the loss was noticed, for example "process 4711 has died".
+    `rank` is its number in the job before any recovery, `host` the name of its host, and `how` says how the loss was
+    noticed, for example "process 4711 has died".
     """
 
     rank: int
@@ -122,8 +120,7 @@ class LostRank:
 class RanksLostError(EngineError):
     """Ranks have died, or their hosts are lost. On each surviving rank, all engines end with this error.
 
-    Args:
-        lost: The lost ranks; () if this rank does not know them.
+    `lost` has the lost ranks; () if this rank does not know them.
     """
 
     def __init__(self, lost: Iterable[LostRank] = ()):

@@ -35,12 +35,10 @@ def release(environ: MutableMapping[str, str]) -> None:
 
 
 def is_child() -> bool:
-    """Return whether this process was forked from a rank."""
     return _parent != 0
 
 
 def error() -> NotInitializedError:
-    """Return the exception for calls in a forked process."""
     return NotInitializedError(_TEXT.format(parent=_parent))
 
 
@@ -56,5 +54,5 @@ def _note() -> None:
         _parent = os.getppid()
 
 
-# Runs before the other after-fork functions of the package, whose modules import this one.
+# Runs before the other after-fork functions of the package, whose modules import this module.
 os.register_at_fork(after_in_child=_note)

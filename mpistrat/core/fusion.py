@@ -6,15 +6,13 @@ from operator import attrgetter
 from typing import Protocol
 
 from .arithmetic import Reduction, Scale
-from .dtypes import is_half
-from .protocols import Array
 from .quantised import INT8, Quantised
-from .request import CollectiveType, ReduceOp, Request
+from .request import Array, CollectiveType, ReduceOp, Request, is_half
 from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 
 
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
-    """Group members into buckets. Each bucket is one reduction. Pure.
+    """Group members into buckets, each of which is one reduction.
 
     A bucket starts with the first remaining member, and takes later members of the same key. Members of other keys are
     skipped, like in Horovod's look-ahead, as long as the bytes taken and skipped together stay within `limit`. So
@@ -24,8 +22,7 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
         members: (key, bytes) of each tensor. Only members of equal keys (dtype, operation, scale) share a bucket.
         limit: Bytes of a bucket. A larger member gets a separate bucket. 0: every member gets a separate bucket.
 
-    Returns:
-        Buckets as lists of indices into `members`, ordered by their first index.
+    Returns the buckets as lists of indices into `members`, ordered by their first index.
     """
     buckets = []
     waiting = list(range(len(members)))
@@ -77,15 +74,10 @@ def is_fused(request: Request) -> bool:
 
 
 class Submitted(Protocol):
-    """A request and its tensors (see handle.Entry)."""
+    """A request, the same on all ranks, and its tensors (see handle.Entry)."""
 
-    @property
-    def request(self) -> Request:
-        """The request, the same on all ranks."""
-
-    @property
-    def arrays(self) -> Sequence[Array]:
-        """The tensors in the order of `request.tensors`."""
+    request: Request
+    arrays: Sequence[Array]  # In the order of `request.tensors`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,15 +131,15 @@ class BucketPlans:
                 members += [((key, array.dtype), array.nbytes) for array in entry.arrays]
         buckets = []
         for indices in plan_buckets(members, self._limit):
-            members_of_bucket = tuple(arrays_at[i] for i in indices)
-            first = members_of_bucket[0][0]
+            together = tuple(arrays_at[i] for i in indices)
+            first, first_array = together[0]
             request, arrays = entries[first].request, entries[first].arrays
-            whole = first if members_of_bucket == tuple((first, i) for i in range(len(arrays))) else None
+            whole = first if together == tuple((first, i) for i in range(len(arrays))) else None
             reduction = self.reduction(request, divisor)
             if request.wire_dtype == INT8 and reduction.op is ReduceOp.SUM:
-                reduction = replace(reduction, quantised=_quantised(request, [arrays[i] for _, i in members_of_bucket],
-                                                                    members_of_bucket[0][1]))
-            buckets.append(FusionBucket(request, members_of_bucket, whole, reduction))
+                quantised = _quantised(request, [arrays[i] for _, i in together], first_array)
+                reduction = replace(reduction, quantised=quantised)
+            buckets.append(FusionBucket(request, together, whole, reduction))
         return buckets
 
     def reduction(self, request: Request, divisor: int | None = None) -> Reduction:

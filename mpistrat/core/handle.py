@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from . import forked, signal_handlers
 from .errors import InvalidRequestError
-from .protocols import Array
-from .request import Request
+from .request import Array, Request
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ def require_no_driver(operation: str) -> None:
             "the training loop when the flag is set. Or install signal handlers at the beginning of the script.")
 
 
-_A = TypeVar("_A", bound=Array)
 _Callback = Callable[[list[Any]], None]
 _Call = tuple[_Callback, object]
 
@@ -108,7 +106,7 @@ class Handle:
         if self.is_done:
             _call(self._take_callbacks())
 
-    def complete(self, arrays: list[_A]) -> None:
+    def complete(self, arrays: list[Any]) -> None:
         """Deliver the result. Engine only."""
         self._arrays = arrays
         calls = self._finish()
@@ -135,7 +133,7 @@ class Handle:
         return taken
 
 
-def complete_all(results: Iterable[tuple[Handle, list[_A]]]) -> None:
+def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
     """Deliver results to several handles, and call their callbacks afterwards. Engine only."""
     calls: list[_Call] = []
     for handle, arrays in results:
@@ -173,13 +171,12 @@ class Entry:
     handle: Handle
     is_awaited: bool = False  # Whether the submitting thread blocks until the request is complete.
     origin: Origin | None = None  # The graph node that has submitted the request; None: no graph has.
-    submitted: int = 0  # When it was submitted, as time.monotonic_ns(); 0: by other ranks only, this one is in join().
+    submitted: int = 0  # When this rank submitted the request, as time.monotonic_ns(); 0: never, the rank is in join().
     agreed: int = 0  # The time when this rank learned that all ranks had submitted the request.
     number: int = 0  # The index in the execution order of the process set, the same on all its ranks.
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         arrays = self.arrays
         whole: int | None = getattr(arrays, "nbytes", None)  # GpuTensors know their total.
         if whole is not None:

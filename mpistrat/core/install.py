@@ -40,14 +40,10 @@ def missed_requirement(package: str, version: str) -> str:
 
 
 def require_version(user: str, package: str, version: str) -> None:
-    """Check the version of TensorFlow or Keras. mpistrat uses private names, which other versions may lack.
+    """Check the installed `version` of TensorFlow or Keras. mpistrat uses private names, which other versions may lack.
 
-    Args:
-        user: The part of mpistrat that needs the package, for the error.
-        package: "tensorflow" or "keras". `version` is the installed version.
-
-    Raises:
-        MissingDependencyError: mpistrat was not tested with this version. The text names the versions that it needs.
+    Raises MissingDependencyError: mpistrat was not tested with this version. The text names the versions that `user`,
+    a part of mpistrat, needs.
     """
     requirement = missed_requirement(package, version)
     if requirement:

@@ -1,9 +1,8 @@
 """Interfaces of the backends: DataPlane for arrays, ControlPlane for messages, DeviceExecutor for GPU tensors.
 
-Observer is the engine's interface to the trace, which records operations (trace/).
-
-Only the thread that drives the engine calls the methods, except `wake` and methods for any thread. A DataPlane method
-is collective unless its docstring says otherwise: all ranks call it in the same order, with arguments they agreed on.
+Observer is the engine's interface to the trace, which records operations (trace/). Only the thread that drives the
+engine calls the methods, except `wake` and methods for any thread. A DataPlane method is collective unless its
+docstring says otherwise: all ranks call it in the same order, with arguments they agreed on.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +16,7 @@ import numpy as np
 from .arithmetic import Reduction
 from .errors import EngineError
 from .handle import Entry
-from .protocols import Array
+from .request import Array
 
 
 class RankLeftError(EngineError):
@@ -25,17 +24,15 @@ class RankLeftError(EngineError):
 
 
 class Prepared:
-    """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce.
-
-    `is_packed`: Whether this rank's part is in memory that the other ranks can read. If all ranks know that it is
-    (`all_packed` in `finish`), they read it without waiting for this rank.
-    """
+    """An all-reduce whose local part has begun. The arguments are those of DataPlane.allreduce."""
 
     __slots__ = ("is_packed", "plane", "reduction", "sources", "targets")
 
     def __init__(self, plane: "DataPlane", sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  reduction: Reduction):
         self.plane, self.sources, self.targets, self.reduction = plane, sources, targets, reduction
+        # Whether this rank's part is in memory that the other ranks can read. If all ranks know that it is
+        # (`all_packed` in `finish`), they read it without waiting for this rank.
         self.is_packed = False
 
     def pack_ahead(self) -> None:
@@ -108,8 +105,7 @@ class DataPlane(ABC):
     def revoke(self) -> list[Any]:
         """Give up all resources after a loss of ranks, instead of `close`, which needs all ranks. Local.
 
-        Returns:
-            The communicators and requests of MPI, for the caller to discard.
+        Returns the communicators and requests of MPI, for the caller to discard.
         """
         return []
 
@@ -121,22 +117,19 @@ class DataPlane(ABC):
 class DeviceExecutor:
     """Executes entries of tensors on a device, asynchronously.
 
-    This base class is for ranks without a device: it is never busy, and cannot execute anything.
+    This base class is for ranks without a device: it is never busy, and cannot execute anything. Methods raise
+    EngineError if the device reports an error, or has taken longer than the stall limit.
     """
 
-    # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
-    batches: Sized = ()
-    # Complete entries whose memory the device still uses. `poll` must be called now and then.
-    kept: Sized = ()
-    # Facts about the device that were found before its first collective, for users.
-    findings: Sequence[str] = ()
+    batches: Sized = ()  # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
+    kept: Sized = ()  # Complete entries whose memory the device still uses. `poll` must be called now and then.
+    findings: Sequence[str] = ()  # Facts about the device that were found before its first collective, for users.
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
         """Enqueue the collectives of entries that are the same on all ranks. Collective.
 
-        It completes the handles, or leaves that to `poll`.
-
-        An average divides by `divisor`; None: by the number of ranks.
+        It completes the handles, or leaves that to `poll`. An average divides by `divisor`; None: by the number of
+        ranks.
         """
         raise NotImplementedError("there is no device to execute on")
 
@@ -149,33 +142,24 @@ class DeviceExecutor:
                           "tensors together. Call a collective on GPU tensors on all ranks before join().")
 
     def poll(self) -> bool:
-        """Complete the handles of finished work. Returns whether any work has finished.
-
-        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
-        """
+        """Complete the handles of finished work. Returns whether any work has finished."""
         return False
 
     def await_kept(self) -> None:
-        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread.
-
-        Raises EngineError: The device reports an error, or has taken longer than the stall limit.
-        """
+        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread."""
 
     def drain(self) -> None:
-        """Wait until all handles are complete and the device uses no memory of theirs. Raises the errors of `poll`."""
+        """Wait until all handles are complete and the device uses no memory of theirs."""
 
     def unfinished(self) -> list[Entry]:
         """Return the entries that are not complete. The device may write to their memory even after a failure."""
         return []
 
     def halt(self) -> None:
-        """Make sure that enqueued work uses no memory once its handles have failed, the next step. Does not raise.
-
-        It takes some seconds at most.
-        """
+        """Stop enqueued work from using memory, before its handles fail. Takes some seconds at most. Never raises."""
 
     def abandon(self) -> None:
-        """Give up all work, because this rank or another rank has failed. Does not raise."""
+        """Give up all work, because this rank or another rank has failed. Never raises."""
 
     def close(self) -> None:
         """Release communicators and memory, after all ranks have drained. Collective. May be called twice."""
@@ -195,12 +179,7 @@ class ControlPlane(ABC):
         The engine calls it before a collective that these ranks must learn of, and before the engine ends. It waits for
         room in the receivers' queues, so the receivers must be able to make progress without this rank.
 
-        Args:
-            ranks: The receivers.
-            limit_s: The limit in seconds; None: the limit of the settings.
-
-        Raises:
-            StallError: The limit has passed.
+        Raises StallError: `limit_s` has passed; None: the limit of the settings.
         """
 
     @abstractmethod
@@ -213,20 +192,17 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
-        """Wait until a message may have arrived, wake() is called, or `timeout_s` has passed, whichever is first.
+        """Wait until a message may have arrived, wake() is called, or `timeout_s` has passed. May return early.
 
-        Args:
-            timeout_s: Upper limit in seconds. The method may return early.
-            spin_s: Seconds to poll before sleeping.
-            quiet_s: Seconds without any event so far. Backends that must poll use it to sleep longer.
+        `spin_s`: Seconds to poll before sleeping. `quiet_s`: Seconds without any event so far. Backends that must poll
+        use `quiet_s` to sleep longer.
         """
 
     @abstractmethod
     def wake(self) -> None:
         """Make a wait in progress, or the next one, return at once. Any thread may call it. Never blocks."""
 
-    def revoke(self) -> list[Any]:
-        """See DataPlane."""
+    def revoke(self) -> list[Any]:  # See DataPlane.
         return []
 
     @abstractmethod
@@ -249,10 +225,8 @@ class Observer:
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
         """Record an entry that is complete: its handle has the result. Local; takes a microsecond at most.
 
-        Args:
-            bucket: The number of the first entry in the same reduction.
-            began: The start of the reduction, as time.monotonic_ns(), or of the first one if the entry has several.
-            ended: The end of the reduction, or of the last one if the entry has several.
+        `bucket`: The number of the first entry in the same reduction. `began`, `ended`: When the reduction began and
+        ended, as time.monotonic_ns(). If the entry has several, when the first one began, and the last one ended.
         """
 
     def receive(self, message: bytes) -> None:
@@ -289,8 +263,7 @@ class AgreementRound(ABC):
     def missing(self) -> list[int]:
         """Return the ranks that have not voted in this round. May include ranks whose vote is not known here."""
 
-    def revoke(self) -> list[Any]:
-        """See DataPlane."""
+    def revoke(self) -> list[Any]:  # See DataPlane.
         return []
 
     def close(self) -> None:

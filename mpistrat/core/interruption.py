@@ -15,13 +15,11 @@ _SIGN_POLL_S = 0.005
 
 
 class Interruption:
-    """The lost ranks that this rank knows of.
-
-    `is_watched`: Whether a watch looks for lost ranks. If so, an error of any kind may be the first sign of a loss, and
-    `await_error` waits for the watch to name the lost rank.
-    """
+    """The lost ranks that this rank knows of."""
 
     def __init__(self, is_watched: bool = False):
+        # Whether a watch looks for lost ranks. If so, an error of any kind may be the first sign of a loss, and
+        # `await_error` waits for the watch to name the lost rank.
         self.is_watched = is_watched
         # Lets MPI make progress with sent messages. In jobs of several hosts, waits that do not use MPI call it: Open
         # MPI sends the first message to a rank after it has connected to the rank, and only while the sender calls MPI.
@@ -41,7 +39,6 @@ class Interruption:
             return self.error
 
     def check(self) -> None:
-        """Raise RanksLostError if ranks are lost."""
         if self.error is not None:
             raise self.error
 

@@ -31,17 +31,16 @@ def aligned_empty(nbytes: int) -> np.ndarray:
 
 
 class _Block:
-    """The memory of one result, and the round in which it was last taken."""
+    """The memory of one result."""
 
     __slots__ = ("memory", "taken_at")
 
     def __init__(self, nbytes: int):
         self.memory = aligned_empty(nbytes)
-        self.taken_at = 0
+        self.taken_at = 0  # The round in which the block was last taken.
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing outside the pool refers to the memory. Every numpy view holds a reference to its base."""
         return sys.getrefcount(self.memory.base) == IDLE_REFERENCES
 
 
@@ -61,8 +60,7 @@ class ResultPool:
     The time of a call does not grow with the number of blocks. `take` looks at no more than RESULT_LOOKS blocks, and
     the next call looks at the blocks after these. If a caller keeps more results, `take` may overlook a free block.
 
-    Args:
-        spare_bytes: Bytes of free blocks that the pool may always keep.
+    `spare_bytes`: Bytes of free blocks that the pool may always keep.
     """
 
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
@@ -74,8 +72,7 @@ class ResultPool:
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised, aligned, C-contiguous array over a free block."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        size = block_size(nbytes)
+        size = block_size(math.prod(shape) * dtype.itemsize)
         blocks = self._blocks.get(size, _NO_BLOCKS)
         for _ in range(min(len(blocks), RESULT_LOOKS)):
             blocks.rotate(-1)
@@ -117,10 +114,7 @@ class ResultPool:
                 del self._blocks[size]
 
     def end_round(self) -> None:
-        """End a round, which is one call of Executor.execute.
-
-        From time to time it drops blocks that have not been taken for IDLE_RESULT_ROUNDS rounds.
-        """
+        """End a round (a call of Executor.execute). Now and then, drop blocks not taken for IDLE_RESULT_ROUNDS."""
         self._round += 1
         if self._round >= self._next_drop_at:
             self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)

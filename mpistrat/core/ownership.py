@@ -15,17 +15,12 @@ def foreign(found: os.stat_result, uid: int, others: int) -> str:
 
 
 def own_directory(path: Path, mode: int, others: int) -> None:
-    """Make a directory unless it exists, and check that no other user can put files into it.
+    """Make a directory with `mode` unless it exists, and check that no other user can put files into it.
 
     Where everybody may make directories, as in /tmp, another user may have made it first.
 
-    Args:
-        path: The directory. Its parent exists.
-        mode: The mode of a new directory.
-        others: Permissions that no other user may have.
-
-    Raises:
-        OSError: The directory cannot be made, is not a directory, or other users own it or have these permissions.
+    Raises OSError: The directory cannot be made, is not a directory, belongs to another user, or its mode has
+    permissions in `others`.
     """
     path.mkdir(mode=mode, exist_ok=True)
     found = path.lstat()

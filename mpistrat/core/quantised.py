@@ -6,8 +6,7 @@ tensor (error feedback: Seide et al., 1-bit SGD, 2014; Karimireddy et al., arXiv
 same values have the same bytes.
 
 A block with a NaN or an infinity has a scale that is not finite. So no value of the block is finite at the receiver.
-
-Pure. Used by the engine's thread.
+Used by the engine's thread.
 """
 
 from collections.abc import Hashable, Iterator
@@ -21,7 +20,7 @@ from .tuning import QUANTISED_BATCH_BLOCKS
 INT8 = "int8"  # The wire_dtype of requests whose sums are sent between hosts as such blocks.
 BLOCK = 256
 SCALE_BYTES = 4
-# Smaller largest values of a block are replaced by this one, so that scales and their inverses are normal floats.
+# A block whose largest value is smaller gets this one instead, so that the scale and its inverse are normal floats.
 _LEAST = np.float32(1e-35)
 _MOST = np.float32(3e38)  # For larger values the product with the scale may overflow.
 _LARGEST = np.float32(127.0)
@@ -48,13 +47,10 @@ class Codec:
         self._work = np.empty((2, QUANTISED_BATCH_BLOCKS * BLOCK), np.float32)
 
     def encode(self, values: np.ndarray, errors: np.ndarray | None, wire: np.ndarray) -> None:
-        """Write `values` to `wire`.
+        """Write the 1-D floating-point `values` to `wire`, which has wire_bytes(values.size) bytes.
 
-        Args:
-            values: Floating-point numbers, 1-D.
-            errors: The rounding errors of earlier calls, one float32 for each value. They are added to the values, and
-                replaced by the new errors, which are zero in blocks that are not finite. None: no errors are kept.
-            wire: The output, with wire_bytes(values.size) bytes.
+        `errors` has the rounding errors of earlier calls, one float32 for each value. They are added to the values, and
+        replaced by the new errors, which are zero in blocks that are not finite. None: no errors are kept.
         """
         scales, codes = _parts(wire, values.size)
         wire[codes.size + scales.nbytes:] = 0

@@ -8,20 +8,44 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .dtypes import HALVES, name_of
 from .errors import InvalidRequestError
-from .protocols import Array
 from .topology import rank_list
 from .tuning import KEPT_REQUESTS
 
 DEVICE_CPU, DEVICE_GPU = "cpu", "gpu"
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_HALVES = ("float16", "bfloat16")
+
+
+class Array(Protocol):
+    """What numpy arrays and GPU arrays have in common: C-contiguous elements of one dtype. Only for annotations."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@cache  # Without the cache, numpy's `dtype.name` takes as long as a small reduction.
+def name_of(dtype: np.dtype) -> str:
+    """Return the name of a dtype, which is the same on all ranks."""
+    return dtype.name
+
+
+@cache
+def is_half(dtype: np.dtype) -> bool:
+    """Return whether a dtype is half precision. Such values are combined and scaled in float32."""
+    return name_of(dtype) in _HALVES
 
 
 class ReduceOp(IntEnum):
@@ -60,7 +84,7 @@ class TensorSpec(NamedTuple):
 class ScaledOp(NamedTuple):
     """The operation of an all-reduce or a reduce-scatter, with its factors."""
 
-    op: ReduceOp  # How to reduce
+    op: ReduceOp
     prescale: float = 1.0  # Multiplies every value before the reduction
     postscale: float = 1.0  # Multiplies the result
 
@@ -120,11 +144,7 @@ class Request:
 
     @classmethod
     def from_tuple(cls, values: tuple) -> "Request":
-        """Make a request from a result of to_tuple.
-
-        Raises:
-            TypeError, ValueError: `values` is not a result of to_tuple.
-        """
+        """Make a request from a result of to_tuple. Raises TypeError or ValueError for anything else."""
         kind, name, tensors, (op, prescale, postscale), *others = values
         return cls(CollectiveType(kind), name, tuple(TensorSpec(*tensor) for tensor in tensors),
                    ScaledOp(ReduceOp(op), prescale, postscale), *others)
@@ -160,20 +180,13 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
                       process_set: int = 0) -> Request:
     """Return a request to reduce `tensors` together. For the arguments see Request.
 
-    Raises:
-        InvalidRequestError: The dtype cannot be reduced with the operation, or a factor is not finite.
+    Raises InvalidRequestError: The dtype cannot be reduced with the operation, or a factor is not finite.
     """
     for tensor in tensors:
         _check_reducible(name, tensor.dtype, scaled.op)
-    _check_factors(name, scaled)
-    request = Request(CollectiveType.ALLREDUCE, name, tensors, _with_floats(scaled), layout=layout,
+    request = Request(CollectiveType.ALLREDUCE, name, tensors, _checked(name, scaled), layout=layout,
                       wire_dtype=wire_dtype, labels=labels, process_set=process_set)
     return on_gpu(request) if device == DEVICE_GPU else request
-
-
-def _with_floats(scaled: ScaledOp) -> ScaledOp:
-    """Return the operation with float factors, so that fingerprints are equal if some ranks pass integers."""
-    return ScaledOp(scaled.op, float(scaled.prescale), float(scaled.postscale))
 
 
 def on_gpu(request: Request) -> Request:
@@ -188,13 +201,8 @@ def on_gpu(request: Request) -> Request:
 def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
                       process_set: int = 0) -> Request:
     """Return a request to concatenate each of `tensors` along the first dimension, which may differ among ranks."""
-    for tensor in tensors:
-        _check_bytes(name, tensor.dtype)
-        if not tensor.shape:
-            raise InvalidRequestError(f"{name}: allgather needs at least one dimension, but a rank-zero tensor was "
-                                      "given. Reshape it to (1,).")
-    return Request(CollectiveType.ALLGATHER, name, tuple(TensorSpec(t.dtype, (-1, *t.shape[1:])) for t in tensors),
-                   device=device, process_set=process_set)
+    specs = tuple(_with_any_rows(name, CollectiveType.ALLGATHER, tensor) for tensor in tensors)
+    return Request(CollectiveType.ALLGATHER, name, specs, device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -202,9 +210,8 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
                           process_set: int = 0) -> Request:
     """Return a request to reduce each of `tensors`. Each rank gets its rows of the results.
 
-    Raises:
-        InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the operation
-            is neither Average nor Sum.
+    Raises InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the
+    operation is neither Average nor Sum.
     """
     op = scaled.op
     if op not in (Average, Sum):
@@ -213,8 +220,7 @@ def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Sc
         _check_reducible(name, tensor.dtype, op)
         if not tensor.shape:
             raise InvalidRequestError(f"{name}: reducescatter does not support scalar inputs. Reshape it to (1,).")
-    _check_factors(name, scaled)
-    return Request(CollectiveType.REDUCESCATTER, name, tensors, _with_floats(scaled), device=device,
+    return Request(CollectiveType.REDUCESCATTER, name, tensors, _checked(name, scaled), device=device,
                    process_set=process_set)
 
 
@@ -225,19 +231,15 @@ def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, devi
 
     `tensors` are the tensor, on the device, and its splits, on the CPU: the number of rows for each of `size` ranks.
 
-    Raises:
-        InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each rank.
+    Raises InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each
+    rank.
     """
     tensor, splits = tensors
-    _check_bytes(name, tensor.dtype)
-    if not tensor.shape:
-        raise InvalidRequestError(f"{name}: alltoall needs at least one dimension, but a rank-zero tensor was given. "
-                                  "Reshape it to (1,).")
+    spec = _with_any_rows(name, CollectiveType.ALLTOALL, tensor)
     if splits.shape != (size,) or splits.dtype not in ("int32", "int64"):
         raise InvalidRequestError(f"{name}: alltoall expects splits with one integer for each of the {size} ranks. "
                                   f"Received: {splits.dtype} of shape {splits.shape}")
-    return Request(CollectiveType.ALLTOALL, name, (TensorSpec(tensor.dtype, (-1, *tensor.shape[1:])), splits),
-                   device=device, process_set=process_set)
+    return Request(CollectiveType.ALLTOALL, name, (spec, splits), device=device, process_set=process_set)
 
 
 @lru_cache(KEPT_REQUESTS)
@@ -264,13 +266,21 @@ def barrier_request(name: str) -> Request:
 
 @lru_cache(KEPT_REQUESTS)
 def join_request(process_set: int = 0) -> Request:
-    """Return the request of join(): without tensors, complete when all ranks have joined. See negotiation/joined.py."""
+    """Return the request of join(): without tensors, complete when all ranks have joined (negotiation/subtree.py)."""
     return Request(CollectiveType.JOIN, "join()", process_set=process_set)
 
 
 def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
-    """Return the TensorSpec of each array."""
     return tuple(map(TensorSpec, map(name_of, map(_DTYPE, arrays)), map(_SHAPE, arrays)))
+
+
+def _with_any_rows(name: str, kind: CollectiveType, tensor: TensorSpec) -> TensorSpec:
+    """Check a tensor, of which each rank may have another number of rows. Return its spec, the same on all ranks."""
+    _check_bytes(name, tensor.dtype)
+    if not tensor.shape:
+        raise InvalidRequestError(f"{name}: {kind.value} needs at least one dimension, but a rank-zero tensor was "
+                                  "given. Reshape it to (1,).")
+    return TensorSpec(tensor.dtype, (-1, *tensor.shape[1:]))
 
 
 def _check_bytes(name: str, dtype: str) -> None:
@@ -279,15 +289,17 @@ def _check_bytes(name: str, dtype: str) -> None:
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be sent. Use broadcast_object or allgather_object.")
 
 
-def _check_factors(name: str, scaled: ScaledOp) -> None:
-    _, prescale, postscale = scaled
+def _checked(name: str, scaled: ScaledOp) -> ScaledOp:
+    """Check the factors. Return them as floats, so that fingerprints are equal if some ranks pass integers."""
+    op, prescale, postscale = scaled
     if not (math.isfinite(prescale) and math.isfinite(postscale)):
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "
                                   f"{postscale}")
+    return ScaledOp(op, float(prescale), float(postscale))
 
 
 def _check_reducible(name: str, dtype: str, op: ReduceOp) -> None:
-    if dtype in HALVES:
+    if dtype in _HALVES:
         return
     try:
         kind: str = np.dtype(dtype).kind

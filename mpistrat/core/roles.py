@@ -17,16 +17,13 @@ class Role(str, Enum):
 
 
 def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tuple[Role, int], ...]:
-    """Return the (role, index within the role) of each rank.
+    """Return the (role, index within the role) of each of `size` ranks.
 
-    Args:
-        size: The number of ranks.
-        jobs: The number of ranks for each role, in rank order, for example
-            `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
+    `jobs` has the number of ranks for each role, in rank order, for example `{"chief": 1, "worker": 2, "ps": 1,
+    "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
 
-    Raises:
-        ValueError: A role is unknown, a count is negative, there is not exactly one chief, the chief is not rank 0, or
-            the counts do not add up to `size`.
+    Raises ValueError: A role is unknown, a count is negative, there is not exactly one chief, the chief is not rank 0,
+    or the counts do not add up to `size`.
     """
     if jobs is None:
         jobs = {"chief": 1, "worker": size - 1}
@@ -50,12 +47,7 @@ def cluster_spec(topology: Topology, ports: Sequence[int],
     """Return the content of TF_CONFIG for this rank: `{"cluster": {role: ["host:port", ...]}, "task": {...}}`.
 
     As TensorFlow requires, an evaluator is a task but not part of the cluster. If all ranks are on one host, addresses
-    are `localhost`, which needs no name service.
-
-    Args:
-        topology: The ranks and hosts.
-        ports: A TCP port for each rank, by rank.
-        jobs: The number of ranks for each role; see `assign_roles`.
+    are `localhost`, which needs no name service. `ports` has a TCP port for each rank. For `jobs` see assign_roles.
     """
     roles = assign_roles(topology.size, jobs)
     if len(ports) != topology.size:

@@ -51,8 +51,7 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 
     `table[r]` has the number of rows of rank r's tensor, and then the number of rows that rank r sends to each rank.
 
-    Raises:
-        InvalidRequestError: On all ranks, if the splits of any rank are negative, or add up to more than its rows.
+    Raises InvalidRequestError on all ranks, if the splits of any rank are negative, or add up to more than its rows.
     """
     for sender, (rows, *splits) in zip(topology.job_ranks, table.tolist(), strict=True):
         if min(splits) < 0:

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -26,35 +27,26 @@ _OF_OTHERS = re.compile(r"ROOT|DIR|VERSION|HOME|(\w+_)?(SERVICE_(HOST|PORT(_\w+)
                         r"PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _LEAST_CHUNK_BYTES = 4096  # So that each rank's slice of a chunk has at least a few cache lines.
 FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream_order", "xla"]
-LOG_LEVELS = ("debug", "info", "warning", "error")
-_LEAST_PROBE_S = 1.0  # The kernel takes the time between probes in whole seconds.
 
 
-def _setting(env: str, default: T, doc: str, *, low: float | None = None, high: float | None = None,
-             choices: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> T:
-    """Return a dataclass field with its environment name (without prefix), its documentation and its allowed values.
+def _setting(env: str, default: T, doc: str, **allowed: Any) -> T:
+    """Return a dataclass field with its environment name (without prefix), its documentation and its `allowed` values.
 
-    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`.
+    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`, or any text.
     """
-    return field(default=default, metadata={"env": env, "doc": doc, "low": low, "high": high, "choices": choices,
-                                            "words": words})
+    return field(default=default, metadata={"env": env, "doc": doc, **allowed})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings, with their defaults. init() makes one object, which other modules get.
-
-    docs/settings.md shows the rows of `Settings.table()`.
-    """
+    """All settings, with their defaults. docs/settings.md shows the rows of `Settings.table()`."""
 
     fusion_bytes: int = _setting(
-        "FUSION_THRESHOLD", 128 * 1024 * 1024,
-        "Bytes of one fusion buffer; ready tensors are reduced together up to this size. 0: no fusion.", low=0,
-        high=2**40)
+        "FUSION_THRESHOLD", 128 * 1024 * 1024, "Bytes of one fusion buffer; ready tensors are reduced together up to "
+        "this size. 0: no fusion.", low=0, high=2**40)
     cache_capacity: int = _setting(
-        "CACHE_CAPACITY", 16384,
-        "Number of requests that ranks keep, so that they negotiate a repeated one by its number instead of its full "
-        "description. 0: none.", low=0, high=2**24)
+        "CACHE_CAPACITY", 16384, "Number of requests that ranks keep, so that they negotiate a repeated one by its "
+        "number instead of its full description. 0: none.", low=0, high=2**24)
     stall_check_disable: bool = _setting(
         "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
         "never submit and for collectives that do not end, on CPUs and GPUs alike.")
@@ -85,8 +77,7 @@ class Settings:
     check_action: str = _setting(
         "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
         "warn: a warning. off: no consistency checks (weights, data, steps, callbacks, learning rates). What fit "
-        "computes is the same in each case.",
-        choices=("abort", "warn", "off"))
+        "computes is the same in each case.", choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
         "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
         "tensors. It is for gradients that are reduced on the CPU, dense ones.")
@@ -113,14 +104,13 @@ class Settings:
         "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
         "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
         "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
-        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs "
-        "that NCCL gives right numbers: known ones when it connects, and the first two reductions of each kind, which "
-        "are done on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; "
-        "they are then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of "
-        "a collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
+        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs that NCCL "
+        "gives right numbers: known ones when it connects, and the first two reductions of each kind, which are done "
+        "on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; they are "
+        "then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of a "
+        "collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
         "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
-        "jit_compile=True, and Keras models are trained without XLA.",
-        words=get_args(FastWay))
+        "jit_compile=True, and Keras models are trained without XLA.", words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
         "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
@@ -141,7 +131,7 @@ class Settings:
         "everything.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
-        choices=LOG_LEVELS)
+        choices=("debug", "info", "warning", "error"))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
@@ -161,8 +151,8 @@ class Settings:
                 near = difflib.get_close_matches(name.removeprefix(PREFIX), [n.removeprefix(PREFIX) for n in by_env], 3)
                 hint = f"Did you mean {' or '.join(PREFIX + n for n in near)}?" if near \
                     else "The page Settings of the documentation (docs/settings.md) has all settings."
-                problems.append(f"{name} is not a setting of mpistrat. {hint} If another program uses it: unset {name}"
-                                ".")
+                problems.append(f"{name} is not a setting of mpistrat. {hint} "
+                                f"If another program uses it: unset {name}.")
                 continue
             try:
                 values[by_env[name].name] = _parse(by_env[name], environ[name])
@@ -188,8 +178,7 @@ class Settings:
     def table(cls) -> list[tuple[str, str, str]]:
         """Return the rows (environment name, default, documentation) of all settings."""
         def shown(value: object) -> str:
-            return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) \
-                else str(value)
+            return f"{value:g}" if isinstance(value, float | bool) else str(value)
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
 
     def uses(self, way: FastWay) -> bool:
@@ -203,8 +192,8 @@ class Settings:
 
     @property
     def probe_s(self) -> float:
-        """Seconds between two probes of another host."""
-        return max(_LEAST_PROBE_S, self.lost_after_s / 5)
+        """Seconds between two probes of another host. The kernel takes this time in whole seconds."""
+        return max(1.0, self.lost_after_s / 5)
 
     @property
     def is_checked(self) -> bool:
@@ -213,7 +202,6 @@ class Settings:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether ranks record their operations."""
         return self.recorder != "0"
 
     @property
@@ -224,7 +212,6 @@ class Settings:
 
     @property
     def logging_level(self) -> int:
-        """`log_level` as a level of the logging module."""
         return int(getattr(logging, self.log_level.upper()))
 
 
@@ -234,15 +221,12 @@ def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
     HOROVOD_ variables without a counterpart, or with a value that the setting does not accept, are left out.
     """
     taken = {}
-    for own in (PREFIX + f.metadata["env"] for f in fields(Settings)):
-        name = HOROVOD_PREFIX + own.removeprefix(PREFIX)
-        if name not in environ:
-            continue
-        try:
-            Settings.from_env({own: environ[name]})
-        except SettingsError:
-            continue
-        taken[own] = environ.get(own, environ[name])
+    for f in fields(Settings):
+        own, name = PREFIX + f.metadata["env"], HOROVOD_PREFIX + f.metadata["env"]
+        if name in environ:
+            with suppress(SettingsError):
+                Settings.from_env({own: environ[name]})
+                taken[own] = environ.get(own, environ[name])
     return taken
 
 
@@ -256,22 +240,17 @@ def take_horovods(environ: MutableMapping[str, str]) -> None:
 def horovod_warning(environ: Mapping[str, str]) -> list[str]:
     """Return a list of one warning, with a sentence for each HOROVOD_ variable in `environ`; [] if there is none."""
     known = {f.metadata["env"] for f in fields(Settings)}
-    sentences = []
-    for name in sorted(n for n in environ if n.startswith(HOROVOD_PREFIX)):
-        rest = name.removeprefix(HOROVOD_PREFIX)
-        sentences.append(f"{name} is not read; use {PREFIX}{rest}." if rest in known
-                         else f"{name} is not read and has no counterpart.")
+    sentences = [f"{name} is not read; use {PREFIX}{name.removeprefix(HOROVOD_PREFIX)}."
+                 if name.removeprefix(HOROVOD_PREFIX) in known else f"{name} is not read and has no counterpart."
+                 for name in sorted(environ) if name.startswith(HOROVOD_PREFIX)]
     return [" ".join(sentences)] if sentences else []
 
 
 def differing(by_rank: list[Settings]) -> list[str]:
     """Return a sentence for each setting that differs among the ranks. `by_rank[r]` has the settings of rank r."""
-    sentences = []
-    for f in fields(Settings):
-        values = [getattr(settings, f.name) for settings in by_rank]
-        if len(set(values)) > 1:
-            sentences.append(f"{PREFIX}{f.metadata['env']}: the ranks disagree: {describe_by_rank(values)}.")
-    return sentences
+    values = {f.metadata["env"]: [getattr(settings, f.name) for settings in by_rank] for f in fields(Settings)}
+    return [f"{PREFIX}{name}: the ranks disagree: {describe_by_rank(of_ranks)}."
+            for name, of_ranks in values.items() if len(set(of_ranks)) > 1]
 
 
 def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
@@ -283,14 +262,14 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
         if text.lower() not in ("0", "1", "false", "true"):
             raise ValueError("expected 0 or 1.")
         return text.lower() in ("1", "true")
-    if meta["words"]:
+    if "words" in meta:
         words = sorted({word.strip() for word in text.lower().split(",")})
         if words != ["none"] and (unknown := [word for word in words if word not in meta["words"]]):
             raise ValueError(f"expected none, or one or more of {', '.join(meta['words'])}, separated by commas. "
                              f"Unknown: {', '.join(map(repr, unknown))}.")
         return ",".join(words)
     if kind is str:
-        if not meta["choices"]:
+        if "choices" not in meta:
             return os.path.expanduser(text)  # A shell does not expand "~" in arguments of `env` or mpirun's -x.
         if text.lower() not in meta["choices"]:
             raise ValueError(f"expected one of {', '.join(meta['choices'])}.")

@@ -53,10 +53,6 @@ class WakeUp:
         if self._calls.empty():
             self._calls.put(None)
 
-    def is_set(self) -> bool:
-        """Return whether the next `wait` returns at once."""
-        return not self._calls.empty()
-
     def wait(self, timeout_s: float | None) -> bool:
         """Wait for `set`, at most `timeout_s` (None: no limit). Returns whether `set` was called."""
         try:

@@ -17,7 +17,6 @@ class Waits(NamedTuple):
 
 
 def total(waits: Iterable[Waits]) -> Waits:
-    """Return the sum of each field."""
     return Waits(*map(sum, zip(*waits, strict=True)))
 
 
@@ -28,15 +27,10 @@ def behind(waits: Waits) -> str:
 
 
 def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
-    """Return the slowest rank, and its cost for the others; None if no rank is clearly slower than the others.
+    """Return the index of the slowest rank, and its cost for the others; None if no rank is clearly slower.
 
-    The slowest rank comes last to the collectives, and so waits least.
-
-    Args:
-        waiting: For each rank, the share of the time in which the rank waits. At least two ranks.
-
-    Returns:
-        The index of the rank in `waiting`, and the mean share by which the other ranks wait longer than this rank.
+    `waiting` has for each of two ranks or more the share of the time in which the rank waits. The slowest rank comes
+    last to the collectives, and so waits least. Its cost is the mean share by which the other ranks wait longer.
     """
     index = min(range(len(waiting)), key=waiting.__getitem__)
     cost = fmean(share for other, share in enumerate(waiting) if other != index) - waiting[index]

@@ -1,4 +1,4 @@
-"""Ranks and hosts as plain data, derived from the host of each rank. Pure: nothing here communicates."""
+"""Ranks and hosts as plain data, derived from the host of each rank, and texts that name them. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,6 @@ class Topology:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.host_of)
 
     @cached_property
@@ -35,7 +34,6 @@ class Topology:
 
     @property
     def job_rank(self) -> int:
-        """The rank of this process in the job."""
         return self.job_ranks[self.rank]
 
     def listed(self, ranks: Iterable[int]) -> str:
@@ -61,8 +59,15 @@ class Topology:
         return self.ranks_on(self.host)
 
     def ranks_on(self, host: str) -> tuple[int, ...]:
-        """Return the ranks on `host`, in order."""
         return tuple(r for r, h in enumerate(self.host_of) if h == host)
+
+    def hosts_of(self, ranks: Iterable[int]) -> list[str]:
+        return list(dict.fromkeys(self.host_of[rank] for rank in ranks))
+
+    def hosts_without(self, present: Iterable[int]) -> list[str]:
+        """Return the hosts that have none of the ranks in `present`."""
+        reached = set(self.hosts_of(present))
+        return [host for host in self.hosts if host not in reached]
 
     @cached_property
     def local_rank(self) -> int:
@@ -71,14 +76,12 @@ class Topology:
 
     @cached_property
     def local_size(self) -> int:
-        """The number of ranks on this rank's host."""
         return len(self.local_ranks)
 
     @cached_property
     def local_sizes(self) -> tuple[int, ...]:
         """The number of ranks on each host, in the order of `hosts`."""
-        counts = Counter(self.host_of)
-        return tuple(counts[host] for host in self.hosts)
+        return tuple(Counter(self.host_of).values())
 
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
@@ -106,12 +109,9 @@ class Topology:
 def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
     """Return host names by rank that are equal if and only if ranks share memory.
 
-    If groups have the same name (mostly in containers), the number of the group is appended. So a machine whose ranks
-    do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
-
-    Args:
-        names: The host name of each rank, from its operating system.
-        groups: The group of each rank: the lowest rank that shares memory with this rank.
+    `names` has the host name of each rank, from its operating system. `groups` has the group of each rank: the lowest
+    rank that shares memory with the rank. If groups have the same name (mostly in containers), the number of the group
+    is appended. So a machine whose ranks do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
     """
     groups_of: dict[str, set[int]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -127,10 +127,7 @@ def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ra
 
 
 def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """Return the ranks that have each value, by value. Rank r has the value `values[r]`.
-
-    The values are in the order of the first rank that has each.
-    """
+    """Return the ranks that have each value, in the order of the first of these ranks. Rank r has `values[r]`."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -152,3 +149,54 @@ def rank_list(ranks: Iterable[int]) -> str:
     """Return a text like `[0, 1, 2]`. Runs of more than 3 ranks become `4-9`; after 20 items the rest becomes `...`."""
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs_of(ranks)]
     return "[" + ", ".join(texts[:20]) + (", ..." if len(texts) > 20 else "") + "]"
+
+
+# -- texts about a wait for other ranks that takes too long ------------------------------------------------------------
+
+MOST_LISTED = 6  # The number of hosts, tensors or groups of ranks that a message lists. The others are only counted.
+_NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
+
+
+def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
+    """Return sentences about a wait of this rank that has lasted for `waited_s` seconds.
+
+    `missing` has the ranks that this rank waits for. It may have more ranks, if it is unknown which ranks are late.
+    """
+    is_one_host = len(topology.hosts) == 1
+    who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")
+    wait = f"{who} has waited {waited_s:.0f} s for {describe_ranks(topology, missing)}."
+    engine = f"The engine of one of them, at least, does not run: {_NOT_RUNNING}."
+    if is_one_host:
+        return f"{wait} {engine}"
+    if set(missing) <= set(topology.local_ranks):
+        return f"{wait} {engine} Or it waits in turn for another host: {network_cause(topology, topology.hosts)}."
+    network = network_cause(topology, topology.hosts_of(missing))
+    return f"{wait} Either {network}; or the engine of one of these ranks does not run: {_NOT_RUNNING}."
+
+
+def likely_causes(topology: Topology) -> str:
+    """Return a sentence with the likely causes of a wait that is too long, if the late rank is unknown."""
+    if len(topology.hosts) == 1:
+        return f"The engine of some rank does not run: {_NOT_RUNNING}."
+    return f"Either {network_cause(topology, topology.hosts)}; or the engine of some rank does not run: {_NOT_RUNNING}."
+
+
+def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
+    """Return `ranks [0, 1]`, with the hosts of the ranks if the job has several hosts."""
+    if len(topology.hosts) == 1:
+        return f"ranks {topology.listed(ranks)}"
+    there: dict[str, list[int]] = {}
+    for rank in ranks:
+        there.setdefault(topology.host_of[rank], []).append(rank)
+    return "ranks " + _listed([f"{topology.listed(some)} on {host}" for host, some in there.items()])
+
+
+def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
+    """Return a clause that names the network between this host and `hosts` as the cause."""
+    others = [host for host in hosts if host != topology.host]
+    return f"the network between the hosts {topology.host} and {_listed(others)} is down or loses what is sent"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - MOST_LISTED} more hosts" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more

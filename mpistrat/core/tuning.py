@@ -11,16 +11,14 @@ packages; nothing here is changed at run time.
 
 # -- core: what is kept from one step to the next ---------------------------------------------------------------------
 
-# How many Request objects of each type are kept, to be found again by their arguments and in tables by identity.
-# Not measured: more than the operations of any training step that was run.
+# How many Request objects of each type are kept, to be found again by their arguments and in tables by identity, and
+# how many fusion plans. The same requests, and lists of requests, come back at every step.
+# Not measured: no training step that was run has as many requests. Making a plan takes longer than a small reduction.
 KEPT_REQUESTS = 4096
-
-# How many fusion plans are kept. The same lists of requests come back at every step.
-# Not measured: with hundreds of tensors, making a plan takes longer than a small reduction.
 KEPT_FUSION_PLANS = 1024
 
 # Bytes of free blocks that a ResultPool always keeps.
-# Not measured: one bound on bytes replaced one on sizes, which kept 1.2 GB of 10 MB results of changing sizes.
+# Not measured. An earlier limit, on the number of sizes, kept 1.2 GB of 10 MB results of changing sizes.
 SPARE_RESULT_BYTES = 32 * 2**20
 
 # In how many steps the sizes of result blocks double. Results of nearly equal sizes share blocks.
@@ -72,7 +70,7 @@ MOST_SKIPPED_VOTES = 64
 # -- engine -----------------------------------------------------------------------------------------------------------
 
 # Seconds for which a waiting engine stays awake before it sleeps.
-# A sleep and a wake-up take a third of it; 64 KB on 2 ranks: 20 to 40 us less than without.
+# A sleep and a wake-up take a third of this time. An all-reduce of 64 KB on 2 ranks takes 20 to 40 us less than with 0.
 ENGINE_SPIN_S = 300e-6
 
 # Seconds between two looks of an idle engine at its messages.
@@ -87,8 +85,8 @@ OBSERVER_POLL_S = 0.001
 # Not measured: 1.2 MB when full. A step of 20 buckets leaves the last 200 steps.
 RECORDED_OPERATIONS = 4096
 
-# How many of its last operations a rank tells `mpistrat run` when a rank fails; the fewest; and those of all ranks.
-# A line of 3800 bytes has about 100. Not measured with many ranks: mpirun forwards 700 KB of all of them.
+# How many of its last operations a rank reports to `mpistrat run` when a rank fails (most, least), and all ranks do.
+# A line of 3800 bytes has about 100 operations. Not measured with many ranks: mpirun forwards 700 KB of all ranks.
 REPORTED_OPERATIONS = 256
 REPORTED_OPERATIONS_LEAST = 32
 REPORTED_OPERATIONS_OF_ALL = 16384
@@ -105,12 +103,9 @@ LAUNCHER_POLL_S = 1.0
 
 # -- transport: connections among the ranks of one host ---------------------------------------------------------------
 
-# Bytes of a part of a message over a socket. Longer messages are sent in parts.
-# Not measured: well below the kernel's default limit for a datagram.
+# Bytes of a part of a message over a socket, and how many descriptors one message passes to another rank in init().
+# Not measured: well below the kernel's default limit for a datagram, and the 253 descriptors that the kernel allows.
 SOCKET_FRAGMENT_BYTES = 32 * 1024
-
-# How many descriptors one message passes to another rank in init().
-# Not measured: below the 253 that the kernel allows.
 DESCRIPTORS_PER_MESSAGE = 128
 
 # -- transport.shm: ranks of one host ---------------------------------------------------------------------------------
@@ -124,38 +119,37 @@ SHM_CHUNK_BYTES = 512 * 1024
 # 33 / 37 / 39; that share none: 4 MB 1.62 / 1.36 / 1.56, 16 MB 6.9 / 6.3 / 6.0, 102 MB 41 / 39 / 36. 8 MiB as 4 MiB.
 SHM_LARGER_CHUNKS = (2 * 2**20, 4 * 2**20)
 
-# Bytes of an all-reduce from which these are tried.
-# 2 ranks, 1 MB: 0.31 ms with 512 KiB and 0.28 with 2 MiB, 2 MB: 0.47 and 0.37; less has one chunk or two.
+# Bytes of an all-reduce from which a job tries these sizes.
+# 2 ranks, 1 MB: 0.31 ms with 512 KiB and 0.28 with 2 MiB; 2 MB: 0.47 and 0.37. Smaller all-reduces have 1 or 2 chunks.
 SHM_CHOICE_BYTES = 2**20
 
-# Bytes of memory for the chunks of one host, and the part of its memory, beyond which no larger size is tried.
+# Bytes of memory for the chunks of one host, and the part of the host's memory, beyond which no larger size is tried.
 # Not measured: 4 MiB for up to 15 ranks, 2 MiB for up to 31.
 SHM_MOST_CHUNK_MEMORY = 256 * 2**20
 SHM_MOST_CHUNK_MEMORY_PART = 64
 
-# How often each size is tried before a choice.
-# Not measured: the least of two times; six all-reduces for three sizes, some of them half as fast.
+# How often each size is tried before a choice. The choice changes if the time with another size is at most CHUNK_GAIN
+# of the time with the chosen size.
+# Not measured: six all-reduces for three sizes, some of them half as fast. The least of two times of 102 MB repeats
+# within 5 % on a quiet machine.
 CHUNK_TRIES = 2
-
-# The choice changes if the time with another size is this part of that with the chosen one, at most.
-# Not measured: the least of two times of 102 MB repeats within 5 % on a quiet machine.
 CHUNK_GAIN = 0.95
 
-# After how many all-reduces the sizes are tried again: the fewest and the most; and the part of these if the speed
-# changes.
+# After how many all-reduces the sizes are tried again, at least and at most. If the speed changes, after the number
+# divided by CHUNK_EARLIER.
 # Not measured: a trial costs as much as two all-reduces, 1.5 % of 128. Cores of a virtual machine move within minutes.
 CHUNK_KEPT_LEAST = 128
 CHUNK_KEPT_MOST = 1024
 CHUNK_EARLIER = 4
 
 # The speed has changed if the median time per byte of the last CHUNK_SPEED_TIMES all-reduces differs by this factor
-# from that of the first ones after the choice.
+# from that of the first all-reduces after the choice.
 # The time of 102 MB on 2 ranks changes by 1.5 when the cores of a virtual machine move apart.
 CHUNK_SPEED_FACTOR = 1.25
 CHUNK_SPEED_TIMES = 8
 
 # How many chunks of a two-shot all-reduce may be under way.
-# Not measured: one is packed, one reduced, one unpacked, and a rank may be one ahead of the others.
+# Not measured: one is packed, one reduced, one unpacked, and a rank may be one chunk ahead of the others.
 SHM_CHUNKS_UNDER_WAY = 4
 
 # Bytes of all ranks together up to which every rank reduces everything (one-shot) instead of its slice.
@@ -164,7 +158,7 @@ SHM_ONE_SHOT_BYTES = 512 * 1024
 
 # How many chunks of a large reduce-scatter may be under way. The memory of the all-reduces is divided among them.
 # Beside busy processes, 2 ranks, 64 MB: 9 ms with 2 chunks of 1 MiB, and 11 with 4 of 512 KiB; 4 ranks, 16 MB: 14
-# instead of 19. With 4 chunks of 1 MiB, which take twice the memory, as with 2.
+# instead of 19. 4 chunks of 1 MiB, which take twice the memory, are as fast as 2.
 SHM_SCATTERS_UNDER_WAY = 2
 
 # Average bytes of a tensor from which tensors are reduced one by one; smaller ones are packed, reduced and unpacked.
@@ -172,32 +166,27 @@ SHM_SCATTERS_UNDER_WAY = 2
 SHM_LARGE_TENSOR_BYTES = 32 * 1024
 
 # How many numpy views the kept layouts of all-reduces may hold.
-# Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, 21 us without them.
+# Some ten MB, enough for a few GB of large tensors. Kept layouts halve Python's time per chunk, which is 21 us without.
 SHM_KEPT_VIEWS = 2**15
 
-# How many looks a rank takes at a counter before it yields the processor.
-# Not measured here: as MPI_SPIN_TESTS, which was.
+# How many looks a rank takes at a counter before it yields the processor, seconds for which it yields the processor,
+# and seconds of each sleep afterwards.
+# 102 MB on 2 ranks: 72 ms with 0.1 ms, 39 with 1 ms, 39 with 3 ms. A late rank copies its chunk within that time. The
+# looks (as MPI_SPIN_TESTS) and the sleep were not measured: Linux makes a sleep 150 us at least.
 SHM_SPIN_LOOKS = 50
-
-# Seconds for which a rank that waits for a counter yields the processor instead of sleeping.
-# 102 MB on 2 ranks: 72 ms with 0.1 ms, 39 with 1 ms, 39 with 3 ms. A late rank copies its chunk within that time.
 SHM_YIELD_S = 1e-3
-
-# Seconds of a sleep after that.
-# Not measured: Linux makes it 150 us at least.
 SHM_SLEEP_S = 100e-6
 
-# Bytes of the ring from one rank to one other. Longer messages pass in parts.
-# Not measured: messages of a repeated step have 8 + 8 bytes per bucket, those of the first step 60 per tensor.
+# Bytes of the ring from one rank to one other (longer messages pass in parts), and how many looks a rank takes at its
+# rings between two system calls, which let other threads and processes run.
+# Not measured: messages of a repeated step have 8 + 8 bytes per bucket, those of the first step 60 per tensor. A system
+# call takes as long as several looks.
 SHM_RING_BYTES = 8 * 1024
-
-# How many looks a rank takes at its rings between two system calls, which let other threads and processes run.
-# Not measured: a system call takes as long as several looks.
 SHM_RING_LOOKS = 16
 
 # -- 8-bit numbers between hosts -------------------------------------------------------------------------------------
 
-# Bytes of a bucket from which on it is sent as 8-bit numbers. Smaller ones are sent as they are, with the vote.
+# Bytes of a bucket from which on it is sent as 8-bit numbers. Smaller buckets are sent as they are, with the vote.
 # Not measured: the vote saves a round trip, about 0.2 ms, in which 2.5 KB cross 100 Mbit/s, and 25 KB 1 Gbit/s.
 QUANTISED_LEAST_BYTES = 16 * 1024
 
@@ -208,7 +197,8 @@ QUANTISED_BATCH_BLOCKS = 256
 
 # -- transport.mpi ----------------------------------------------------------------------------------------------------
 
-# Bytes of all ranks together up to which an all-reduce is one MPI_Allgather, instead of a scatter and a gather.
+# Bytes of all ranks together up to which an all-reduce is one MPI_Allgather, instead of a scatter and a gather. Between
+# hosts, bytes of a slice from all hosts (not measured).
 # 2 ranks, two runs in turn: 1 to 16 KB take 96 to 119 us, and 113 to 133 without. No gain at 128 KB with 256 KiB.
 MPI_ALLGATHER_BYTES = 32 * 1024
 
@@ -230,48 +220,42 @@ MPI_SPIN_TESTS = 50
 MPI_YIELD_S = 2e-3
 MPI_YIELD_BYTES_PER_S = 1e9
 
-# After that a sleep is the wait so far divided by this, within the two limits in seconds that follow.
+# Afterwards, a sleep is the wait so far divided by MPI_SLEEP_DIVISOR, within these two limits in seconds.
 # Not measured: sleeps in proportion to the wait make no wait much longer than it must be.
 MPI_SLEEP_DIVISOR = 64
 MPI_SHORTEST_SLEEP_S = 50e-6
 MPI_LONGEST_SLEEP_S = 1e-3
 
 # Seconds for which a rank polls MPI for messages without a pause: in the background, and while a caller waits.
-# Between hosts, with the second one: half the time for small tensors, two thirds for 16 MB. The first: not measured.
+# With the second, small tensors between hosts take half the time, and 16 MB two thirds. The first: not measured.
 MPI_POLL_SPIN_S = 50e-6
 MPI_POLL_CALLER_SPIN_S = 1e-3
 
-# After that a pause is the time without a message divided by this, of MPI_SHORTEST_SLEEP_S at least and this at most.
-# A rank that waits for another takes 2.3 % of a core across hosts.
+# Afterwards, a pause is the time without a message divided by MPI_POLL_SLEEP_DIVISOR, but at least MPI_SHORTEST_SLEEP_S
+# and at most MPI_POLL_LONGEST_SLEEP_S. A rank that waits for a rank of another host takes 2.3 % of a core.
 MPI_POLL_SLEEP_DIVISOR = 8
 MPI_POLL_LONGEST_SLEEP_S = 3e-3
 
 # Seconds of the first pause of the sleeping barrier in init() and shutdown(), doubled up to the second value.
-# Not measured: ranks import for seconds, and an early one must not take a core from a late one.
+# Not measured: ranks import for seconds, and an early rank must not take a core from a late rank.
 BARRIER_FIRST_SLEEP_S = 10e-6
 BARRIER_LONGEST_SLEEP_S = 5e-3
 
 # -- transport.hierarchical: hosts of ranks ---------------------------------------------------------------------------
 
-# Bytes of a chunk between hosts.
+# Bytes of a chunk between hosts, and how many chunks may be under way.
 # 16 MB on 2 hosts of 2 ranks, two exchanges per chunk: 51 ms with 512 KiB, 43 with 1 MiB, 38 with 2, 35 with 4. Larger
-# chunks leave the wire idle for longer while they are packed.
+# chunks leave the wire idle for longer while they are packed. The number was not measured: a chunk goes through five
+# stages, and a rank may be one chunk ahead of the others.
 HIERARCHICAL_CHUNK_BYTES = 2 * 1024 * 1024
-
-# How many chunks may be under way.
-# Not measured: a chunk goes through five stages, and a rank may be one ahead of the others.
 HIERARCHICAL_CHUNKS_UNDER_WAY = 6
-
-# Bytes from all hosts up to which a slice is one MPI_Allgather, instead of a scatter and a gather.
-# Not measured: as MPI_ALLGATHER_BYTES.
-HIERARCHICAL_ALLGATHER_BYTES = 32 * 1024
 
 # Least bytes of a slice that one rank of a host reduces and sends.
 # 2 hosts of 2 ranks on two cores, 4 to 256 KB: no difference among 4, 16 and 64 KiB.
 HIERARCHICAL_SLICE_BYTES = 16 * 1024
 
 # How many hosts exchange votes directly, and small all-reduces with them. More hosts agree first.
-# 3 and 4 hosts: see PIGGYBACK_CROSS_BYTES. More were not measured, for each host sends to every other one.
+# 3 and 4 hosts: see PIGGYBACK_CROSS_BYTES. More were not measured. Each host sends to every other host.
 PIGGYBACK_MOST_HOSTS = 8
 
 # Bytes of all ranks of a host together up to which its first rank reduces and exchanges everything with the vote.
@@ -280,46 +264,42 @@ PIGGYBACK_MOST_HOSTS = 8
 PIGGYBACK_HOST_BYTES = 2 * 1024 * 1024
 
 # The same for more than two hosts: bytes of one all-reduce, of all hosts together.
-# Each host sends everything to every other one. 3 hosts of 2 ranks on two cores, five runs in turn: 64 bytes to 8 KB
+# Each host sends everything to every other host. 3 hosts of 2 ranks on two cores, five runs in turn: 64 bytes to 8 KB
 # take 0.53 ms instead of 0.76; 4 hosts, three runs: up to 4 KB 0.88 instead of 1.12.
 PIGGYBACK_CROSS_BYTES = 32 * 1024
 
 # Bytes of a message between hosts, of which larger data consist.
-# Below the limit to which MPI sends without asking the receiver: 64 KiB over TCP in Open MPI, its header included. See
-# transport.mpi.requests for what that saves. 30 KB over 1 Gbit/s takes as long.
+# Below the eager limit of MPI, 64 KiB over TCP in Open MPI with the header: MPI sends such a message without asking the
+# receiver. transport.mpi.requests says what that saves. 30 KB over 1 Gbit/s takes as long.
 EAGER_MESSAGE_BYTES = 60 * 1024
 
 # -- gpu --------------------------------------------------------------------------------------------------------------
 
 # Seconds between two looks of the engine at a GPU whose work it waits for.
-# A sleep of 20 us took 77 on the first machine with a GPU (H200), a look 15 to 20.
+# On the first machine with a GPU (H200), a sleep of 20 us took 77 us, and a look 15 to 20 us.
 GPU_LOOK_S = 20e-6
 
-# Bytes of alignment padding in a fusion buffer.
-# Not measured: 16 for each of 4,096 tensors.
+# Bytes of alignment padding in a fusion buffer, and of the smallest fusion buffer to ask for where GPU memory is short.
+# Below it tensors are staged.
+# Not measured: 16 bytes for each of 4,096 tensors; smaller buckets would be all latency.
 GPU_FUSION_PADDING_BYTES = 64 * 1024
-
-# Bytes of the smallest fusion buffer to ask for where GPU memory is short. Below it tensors are staged.
-# Not measured: smaller buckets would be all latency.
 GPU_LEAST_FUSION_BYTES = 2**20
 
-# Elements that one block of threads of the copy kernel copies, and how many threads it has.
+# Elements that one block of threads of the copy kernel copies, and how many threads a block has.
 # Not measured on a GPU: 64 elements per thread.
 COPY_BLOCK_ELEMENTS = 16384
 COPY_BLOCK_THREADS = 256
 
 # Seconds between two exchanges on whether all ranks are connected to NCCL, doubled from the first to the second value.
-# Not measured: connecting takes a second or so, once.
+# Not measured: connecting takes about a second, once.
 NCCL_CONNECT_FIRST_SLEEP_S = 1e-3
 NCCL_CONNECT_LONGEST_SLEEP_S = 0.1
 
-# How often the watchdog looks within the limit of a call, and the longest pause in seconds.
-# Not measured: an abort comes at most a tenth of the limit late.
+# How often the watchdog looks within the limit of a call, the longest pause in seconds, and the seconds for which it
+# waits for a call that it has ended, before it frees the communicator that the call uses.
+# Not measured: an abort comes at most a tenth of the limit late. NCCL's waiting loops look at the flag without a pause.
 WATCHDOG_LOOKS = 10
 WATCHDOG_LONGEST_SLEEP_S = 5.0
-
-# Seconds for which it waits for a call that it has ended, before it frees the communicator that the call uses.
-# Not measured on a GPU: NCCL's waiting loops look at the flag without a pause.
 WATCHDOG_REVOKE_S = 10.0
 
 # -- tensorflow -------------------------------------------------------------------------------------------------------
@@ -334,42 +314,35 @@ JOINED_TENSOR_BYTES = 64 * 1024
 # host with spare cores was not measured.
 BUCKET_BYTES = 16 * 1024 * 1024
 
-# The same with several hosts, and of the first bucket, which lets the wire begin early.
+# The same with several hosts, and bytes of the first bucket there, which lets the wire begin early.
 # Two hosts of one rank, 1 Gbit/s, ten layers of 4 MB: a step takes 487 ms, of which the last bucket 34; 661 to 719 with
-# 16 MiB. The engine reduces together what is ready, so the wire has no more to do. The first one: not measured.
+# 16 MiB. The engine reduces together what is ready, so the wire has no more to do. The first bucket: not measured.
 HOSTS_BUCKET_BYTES = 4 * 1024 * 1024
 HOSTS_FIRST_BUCKET_BYTES = 1024 * 1024
 
 # The same on GPUs. Each bucket there costs some calls of Python beside the training step, whatever its size.
-# Not measured on a GPU. On its stand-in these take 0.27 ms of a core; ResNet-50 has 4 buckets in place of 8, and
-# BERT-base 13 in place of 26.
+# Not measured on a GPU. On the tests' stand-in for a GPU these calls take 0.27 ms of a core. ResNet-50 has 4 buckets
+# in place of 8, and BERT-base 13 in place of 26.
 GPU_BUCKET_BYTES = 32 * 1024 * 1024
 
-# Bytes of a bucket up to which its submit callback waits for the result.
+# Bytes of a bucket up to which its submit callback waits for the result, and the longest wait in seconds.
 # Dense layers with 1 MB of gradients, 2 ranks, two runs in turn: averaging adds 0.5 and 1.0 ms to a step of 1.5 ms, and
-# 1.5 and 1.7 with 64 KiB.
+# 1.5 and 1.7 with 64 KiB. 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
 SUBMIT_WAIT_BYTES = 1024 * 1024
-
-# Seconds for which it waits at most.
-# 2 ms often were not enough between hosts, and waiting elsewhere takes changes of threads.
 SUBMIT_WAIT_S = 10e-3
 
-# How many completion queues are made at a time.
-# Not measured: a graph with many collectives that wait makes them in fewer steps.
-COMPLETION_QUEUES_MADE = 16
-
-# To how many queues one operation can write, in the order to try.
+# How many completion queues are made at a time, and to how many queues one operation can write, in the order to try.
 # 400 single all-reduces of a tf.function: 100 ms with one operation per queue, 60 to 80 of them in these operations.
+# The first was not measured: a graph with many collectives that wait makes its queues in fewer steps.
+COMPLETION_QUEUES_MADE = 16
 COMPLETION_QUEUES_WRITTEN = (64, 8)
 
 # -- cli --------------------------------------------------------------------------------------------------------------
 
-# Seconds between two looks of `mpistrat run` at mpirun and at what the job has left.
-# Not measured: signals end the wait early; ten looks a second.
+# Seconds between two looks of `mpistrat run` at mpirun and at what the job has left, and of mpistrat.run() at whether
+# the ranks have started.
+# Not measured: signals end the first wait early; starting takes seconds.
 SUPERVISOR_POLL_S = 0.1
-
-# Seconds between two looks of mpistrat.run() at whether the ranks have started.
-# Not measured: starting takes seconds.
 RUN_START_POLL_S = 0.05
 
 # Bytes that `mpistrat run` reads of mpirun's stderr at a time.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.errors import DeadlockError, EngineError, MismatchError, RanksLostError, ShutdownError, StallError
 from ..core.handle import Entry
-from ..core.interfaces import AgreementRound, ControlPlane, Observer, Outcome, RankLeftError
+from ..core.interfaces import AgreementRound, ControlPlane, Outcome, RankLeftError
 from ..core.interruption import Interruption
 from ..core.request import Request
 from ..core.settings import Settings
@@ -29,19 +29,16 @@ from ..core.topology import Topology
 from ..core.tuning import ENGINE_SPIN_S, GPU_LOOK_S, OBSERVER_POLL_S
 from ..negotiation.coordinator import Coordinator
 from ..negotiation.fast_path import FastPath
-from ..negotiation.joined import JOIN
 from ..negotiation.messages import OBSERVER, Announcement, Decision, EndReason
+from ..negotiation.subtree import JOIN
 from .executor import Executor
 from .queue import TensorQueue
 
-# -- the states of an engine -------------------------------------------------------------------------------------------
-# An engine ends by a shutdown on all ranks, by a failure, or without the other ranks.
-#
-# In each case, operations in flight fail with an error that names the cause, and the other ranks receive the cause. The
-# controller calls this part in the thread that drives. Any thread may call `abandon` and `break_off`.
-
-
 logger = logging.getLogger(__name__)
+
+# -- how an engine ends ------------------------------------------------------------------------------------------------
+# An engine ends by a shutdown on all ranks, by a failure, or without the other ranks. In each case, operations in
+# flight fail with an error that names the cause, and the other ranks receive the cause.
 
 _ERRORS: dict[EndReason, type[EngineError]] = {
     EndReason.SHUTDOWN: ShutdownError, EndReason.RANK_LEFT: ShutdownError, EndReason.STALL: StallError,
@@ -60,10 +57,8 @@ class BrokenOffError(EngineError):
     """Ends the engines of all ranks because of a graph of one rank. The ranks raise EngineError with the same text.
 
     The collectives that the graph has submitted cannot be taken back: other ranks may wait for them, and would execute
-    them together with the collectives of this rank's next step.
-
-    Args:
-        cause: A sentence that says what has happened, and on which rank.
+    them together with the collectives of this rank's next step. `cause`: A sentence that says what has happened, and on
+    which rank.
     """
 
     def __init__(self, cause: str):
@@ -71,67 +66,34 @@ class BrokenOffError(EngineError):
                          "all ranks. To go on in the same process, call shutdown() and init() on every rank.")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an engine. The controller makes them, and the life cycle ends them."""
-
-    rank: int  # This rank in the job.
-    control: ControlPlane
-    coordinator: Coordinator
-    fast_path: FastPath
-    executor: Executor
-    queue: TensorQueue
-    clock: Callable[[], float]  # Seconds, from any origin.
-    interruption: Interruption  # Ends the cycles if ranks are lost.
-
-
 class LifeCycle:
     """Ends the engine of one rank."""
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
-        self._abandoned: EngineError | None = None
-        self._broken_off: BrokenOffError | None = None
+    def __init__(self, controller: "Controller", interruption: Interruption):
+        self._controller, self._control, self._coordinator = controller, controller.control, controller._coordinator
+        self._executor, self._queue, self._interruption = controller.executor, controller.queue, interruption
         self.ended = threading.Event()  # Set when there are no more cycles.
         self.error: Exception | None = None  # The error that ended the engine; None after a shutdown on all ranks.
-        # is_end_requested: This rank will submit no more. Any thread may set it; the next cycle announces it.
-        # is_end_announced: The coordinator knows that this rank will submit no more.
-        self.is_end_requested = self.is_end_announced = False
-
-    # -- from any thread ----------------------------------------------------------------------------------------------
-
-    def abandon(self, reason: str) -> None:
-        """End in the next cycle, without the other ranks."""
-        self._abandoned = EngineError(reason)
-
-    def break_off(self, error: BrokenOffError) -> None:
-        """End in the next cycle, on all ranks."""
-        self._broken_off = error
-
-    # -- from the thread that drives ----------------------------------------------------------------------------------
-
-    def announce_end(self) -> None:
-        """Announce that this rank submits no more, if the end was requested and not yet announced."""
-        if self.is_end_requested and not self.is_end_announced:
-            self.is_end_announced = True
-            self._parts.coordinator.end(self._parts.queue.completed)
+        # Any thread may set these three; the next cycle reads them.
+        self.abandoned: EngineError | None = None  # The error with which to end on this rank only.
+        self.broken_off: BrokenOffError | None = None  # The error with which to end on all ranks.
+        self.is_end_requested = False  # This rank will submit no more.
+        self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
     def end_if_abandoned(self) -> bool:
-        """End the engine if `abandon` was called, or ranks are lost. Returns whether this call has ended the engine.
+        """End the engine if it is abandoned, or ranks are lost. Returns whether this call has ended the engine.
 
-        If `break_off` was called, raises its argument.
+        Raises `broken_off`, if it is set and no ranks are lost.
         """
         if self.ended.is_set():
             return False
-        if self._parts.interruption.error is not None:
-            self._end(self._parts.interruption.error, is_shutdown=False)
-            return True
-        if self._broken_off is not None:
-            raise self._broken_off
-        if self._abandoned is None:
-            return False
-        self._end(self._abandoned, is_shutdown=False)
-        return True
+        lost = self._interruption.error
+        if lost is None and self.broken_off is not None:
+            raise self.broken_off
+        error = lost or self.abandoned
+        if error is not None:
+            self._end(error, is_shutdown=False)
+        return error is not None
 
     def end_by(self, decision: Decision) -> None:
         """End the engine for the reason that rank 0 has decided, `decision.end`, which is not None."""
@@ -144,100 +106,70 @@ class LifeCycle:
         If ranks are lost, the error is a consequence, and is not sent. Other ranks notice the loss by themselves.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
-            self._parts.interruption.await_error()
-        if self._parts.interruption.error is not None:
-            self._parts.executor.data.abandon(False)
-            self._end(self._parts.interruption.error, is_shutdown=False)
+            self._interruption.await_error()
+        if self._interruption.error is not None:
+            self._executor.data.abandon(False)
+            self._end(self._interruption.error, is_shutdown=False)
             return
         cause = self._cause_elsewhere() if isinstance(error, RankLeftError) else ""
         if cause or isinstance(error, BrokenOffError):
             error = EngineError(cause or str(error))
         elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
-            error = EngineError(f"The engine of rank {self._parts.rank} failed: {error!r}\n{where}")
-        self._parts.executor.data.abandon(isinstance(error, StallError))
+            error = EngineError(f"The engine of rank {self._controller.topology.job_rank} failed: {error!r}\n{where}")
+        self._executor.data.abandon(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
 
     def _cause_elsewhere(self) -> str:
         """Return the failure text of the rank that has left a collective; "" if none arrives within _LAST_MESSAGE_S."""
         for _ in range(_LAST_MESSAGE_LOOKS):
-            for source, message in self._parts.control.poll():
+            for source, message in self._control.poll():
                 if message.startswith(OBSERVER):
                     continue
-                text = Decision.from_bytes(message).end_text if source == self._parts.coordinator.parent else \
+                text = Decision.from_bytes(message).end_text if source == self._coordinator.parent else \
                     Announcement.from_bytes(message).failure
                 if text:
                     return text
-            self._parts.control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
+            self._control.wait(_LAST_MESSAGE_S / _LAST_MESSAGE_LOOKS)
         return ""
 
     def _send_failure(self, error: EngineError) -> None:
         try:
-            text, is_stall = str(error), isinstance(error, StallError)
-            coordinator = self._parts.coordinator
+            text, is_stall, coordinator = str(error), isinstance(error, StallError), self._coordinator
             coordinator.fail(text, is_stall)
-            announcement, decision = coordinator.advance(self._parts.clock())
-            last = decision
+            announcement, last = coordinator.advance(self._controller.clock())
             if announcement is not None:
-                self._parts.control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
+                self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the next decision of rank 0, so it sends its own decision to its children.
                 last = Decision(end=EndReason.STALL if is_stall else EndReason.FAILURE, end_text=text)
             if last is not None:
                 message = last.to_bytes()
                 for child in coordinator.children:
-                    self._parts.control.send(child, message)
+                    self._control.send(child, message)
             # The engine ends now, and sends nothing afterwards.
-            self._parts.control.flush(coordinator.neighbours,
-                                      _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
+            self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
         except Exception:  # `error` is reported in any case. This second failure goes to the log.
-            logger.debug("rank %d: the failure could not be sent to the other ranks", self._parts.rank, exc_info=True)
+            logger.debug("rank %d: the failure could not be sent to the other ranks",
+                         self._controller.topology.job_rank, exc_info=True)
 
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
         if not is_shutdown and not isinstance(error, RanksLostError):  # After a loss the other ranks may go on.
-            self._parts.executor.observer.fail()
-        if self._parts.fast_path.is_waiting:
+            self._executor.observer.fail()
+        if self._controller._fast_path.is_waiting:
             # Other ranks may execute the operation that this rank has voted for.
-            self._parts.executor.data.abandon(isinstance(error, StallError))
+            self._executor.data.abandon(isinstance(error, StallError))
         if not is_shutdown:
-            self._parts.executor.device.halt()
-        for entry in (*self._parts.executor.device.unfinished(), *self._parts.queue.close(refusal)):
+            self._executor.device.halt()
+        for entry in (*self._executor.device.unfinished(), *self._queue.close(refusal)):
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
-        logger.debug("rank %d: the engine has ended: %s", self._parts.rank, refusal)
+        logger.debug("rank %d: the engine has ended: %s", self._controller.topology.job_rank, refusal)
         if not is_shutdown:
-            self._parts.executor.device.abandon()  # Last: the GPU may never answer.
-
-
-# -- messages of observers ---------------------------------------------------------------------------------------------
-# Carries the messages of the ranks' observers over the control plane, between messages of the negotiation.
-
-
-class ObserverMessages:
-    """Sends the messages of this rank's observer, and relays those of other ranks. Used in the thread that drives."""
-
-    def __init__(self, control: ControlPlane, coordinator: Coordinator, observer: Observer):
-        self._control, self._observer = control, observer
-        self._parent, self._children = coordinator.parent, coordinator.children
-
-    def send(self) -> None:
-        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
-        receivers = self._children if self._parent is None else (self._parent,)
-        if not self._control.is_sending_to(receivers):
-            message = OBSERVER + self._observer.outgoing.popleft()
-            for receiver in receivers:
-                self._control.send(receiver, message)
-
-    def take(self, source: int, message: bytes) -> None:
-        """Take a message that begins with OBSERVER. Messages go from rank 0 to all ranks, or from a rank to rank 0."""
-        parent = self._parent
-        if parent in (None, source):
-            self._observer.receive(message[len(OBSERVER):])
-        for receiver in self._children if source == parent else () if parent is None else (parent,):
-            self._control.send(receiver, message)
+            self._executor.device.abandon()  # Last: the GPU may never answer.
 
 
 # -- the controller ----------------------------------------------------------------------------------------------------
@@ -247,11 +179,11 @@ _ABRUPT = (EndReason.FAILURE, EndReason.STALL)  # After these reasons some rank 
 
 @dataclass(slots=True)
 class _Learned:
-    """A decision of rank 0 that has not been executed. `message` is the decision as bytes, to relay it."""
+    """A decision of rank 0 that has not been executed."""
 
     decision: Decision
     requests: Sequence[Request]
-    message: bytes
+    message: bytes  # The decision as bytes, to relay it.
     is_relayed: bool = False
 
 
@@ -259,8 +191,8 @@ class Controller:
     """Runs the cycles of one rank.
 
     Args:
-        control: Sends and receives messages among the ranks.
-        executor: Executes the operations that the ranks agree on. Its observer exchanges messages over `control`.
+        control: Sends and receives messages among the ranks, and those of the observer of `executor`.
+        executor: Executes the operations that the ranks agree on.
         settings: The settings, the same on all ranks.
         agreement: The votes of the ranks; None: there are no votes.
         clock: Returns seconds, from any origin.
@@ -285,11 +217,8 @@ class Controller:
             self._coordinator.stalls.look = self._fast_path.look = look
         # When the coordinator last got submissions, one operation was outstanding, and its caller waited for it.
         self._has_sole_awaited = False
-        self._observers = ObserverMessages(control, self._coordinator, executor.observer)
         self._outgoing = executor.observer.outgoing
-        # Ends the cycles. Any thread may call some of its methods.
-        self.life = LifeCycle(Parts(topology.job_rank, control, self._coordinator, self._fast_path, executor,
-                                    self.queue, clock, interruption or Interruption()))
+        self.life = LifeCycle(self, interruption or Interruption())
         self._averages_over_active = settings.join_average == "active"
         self.joins = 0  # The number of times that all ranks have completed a join().
         self._learned: deque[_Learned] = deque()
@@ -303,8 +232,8 @@ class Controller:
 
         All ranks pass the same arguments. `setting` is the user's name of the limit, for the error.
         """
-        self._coordinator.stalls.abort_after(seconds, setting)
-        self._fast_path.abort_s = seconds
+        stalls = self._coordinator.stalls
+        stalls.abort_setting, stalls.abort_s, self._fast_path.abort_s = setting, seconds, seconds
 
     # -- for the thread that drives -----------------------------------------------------------------------------------
 
@@ -350,14 +279,12 @@ class Controller:
         If a caller waits (`is_awaited`), this thread first stays awake for a moment.
         """
         now, device = self.clock(), self.executor.device
-        if device.batches:
-            timeout_s, spins = GPU_LOOK_S, False
-        else:
-            timeout_s = min(self._coordinator.next_check_s(), self._fast_path.next_check_s())
-            spins = is_awaited
+        timeout_s = GPU_LOOK_S if device.batches else min(self._coordinator.next_check_s(),
+                                                          self._fast_path.next_check_s())
         if self._outgoing:
             timeout_s = min(timeout_s, OBSERVER_POLL_S)
-        self.control.wait(min(timeout_s, longest_s), ENGINE_SPIN_S if spins else 0.0, now - self._busy_at)
+        spin_s = ENGINE_SPIN_S if is_awaited and not device.batches else 0.0
+        self.control.wait(min(timeout_s, longest_s), spin_s, now - self._busy_at)
 
     def run_cycle(self) -> bool:
         """Take submissions and messages, decide, execute. Returns whether the cycle had anything to do."""
@@ -377,13 +304,14 @@ class Controller:
             self._submit(entries, now)
         has_settled = self._fast_path.is_open and self._attend_vote(now)
         if self._outgoing:
-            self._observers.send()
-        else:
-            self.life.announce_end()
+            self._send_observed()
+        elif self.life.is_end_requested and not self.life.is_end_announced:
+            self.life.is_end_announced = True
+            self._coordinator.end(self.queue.completed)
         has_news = False  # Messages of observers and answers are no news, since they also come in a deadlock.
         for source, message in messages:
             if message.startswith(OBSERVER):
-                self._observers.take(source, message)
+                self._take_observed(source, message)
                 continue
             if source == self._coordinator.parent:
                 self._learn(Decision.from_bytes(message, self.topology.job_ranks[source]), message)
@@ -396,20 +324,38 @@ class Controller:
         if announcement is not None:
             self.control.send(self._coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
         if decision is not None:
-            if self._may_open_vote(decision):
+            if (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
+                    and not any(decision[1:]) and self._fast_path.is_worth_opening()):
+                # A caller of rank 0 waits for this decision only, so it may soon wait for the next operation.
                 decision = decision._replace(opens_vote=True)
             self._learn(decision, decision.to_bytes() if self._coordinator.children else b"")
             self._execute_learned(now)
         if not self.life.ended.is_set():
             self._coordinator.check(now)
-        report = self._coordinator.stalls.report(now)
-        if report:
+        if report := self._coordinator.stalls.report(now):
             logger.warning("%s", report)
         is_busy = bool(has_finished or entries or has_settled or has_news or announcement
                        or (decision is not None and decision.is_news))
         if is_busy:
             self._busy_at = self.clock()  # Read again: the executed operations may have taken long.
         return is_busy
+
+    def _send_observed(self) -> None:
+        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
+        parent = self._coordinator.parent
+        receivers = self._coordinator.children if parent is None else (parent,)
+        if not self.control.is_sending_to(receivers):
+            message = OBSERVER + self._outgoing.popleft()
+            for receiver in receivers:
+                self.control.send(receiver, message)
+
+    def _take_observed(self, source: int, message: bytes) -> None:
+        """Take a message of an observer, which goes from rank 0 to all ranks, or from a rank to rank 0."""
+        parent = self._coordinator.parent
+        if parent in (None, source):
+            self.executor.observer.receive(message[len(OBSERVER):])
+        for receiver in self._coordinator.children if source == parent else () if parent is None else (parent,):
+            self.control.send(receiver, message)
 
     def _submit(self, entries: list[Entry], now: float) -> None:
         for entry in entries:
@@ -439,19 +385,6 @@ class Controller:
         self._fast_path.check(now)
         return has_settled
 
-    def _end_vote(self, now: float) -> bool:
-        """Vote against, if a vote is open. Returns whether no vote is open now."""
-        while self._fast_path.is_open:
-            self._fast_path.decline(now)
-            if not self._settle(now):
-                return False
-        return True
-
-    def _may_open_vote(self, decision: Decision) -> bool:
-        """Return whether to open a vote: a caller of rank 0 waits for this decision, so a next operation may follow."""
-        return (self._has_sole_awaited and not self.life.is_end_requested and len(decision.agreed) == 1
-                and not any(decision[1:]) and self._fast_path.is_worth_opening())
-
     def _learn(self, decision: Decision, message: bytes) -> None:
         # The coordinator learns the decision's numbers before this rank executes the decision: children may execute it
         # first, and then send these numbers.
@@ -467,17 +400,18 @@ class Controller:
             # decisions have been executed: `_execute` waits until all relayed messages are delivered, but a child in
             # the collective of an earlier decision reads no messages.
             self._relay(learned)
-            if self._end_vote(now):
-                self._learned.popleft()
-                try:
-                    self._execute(learned.decision, learned.requests)
-                except RankLeftError:
-                    if not self._ends_abruptly():
-                        raise
-                    self.executor.data.abandon(False)
-                continue
-            self._ends_abruptly()
-            return
+            while self._fast_path.is_open:
+                self._fast_path.decline(now)
+                if not self._settle(now):
+                    self._ends_abruptly()
+                    return
+            self._learned.popleft()
+            try:
+                self._execute(learned.decision, learned.requests)
+            except RankLeftError:
+                if not self._ends_abruptly():
+                    raise
+                self.executor.data.abandon(False)
 
     def _ends_abruptly(self) -> bool:
         """End now, without the earlier decisions, if the last decision says so. Returns whether it has ended."""

@@ -15,8 +15,6 @@ does not drive. It also takes no lock for which the driver may wait, since a han
 Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
 Submissions that arrive during a reduction are fused in the next cycle. While this rank has nothing outstanding, no rank
 can wait for this rank, and the background thread checks for messages only from time to time.
-
-Tests that need no threads call `Controller.run_cycle` instead.
 """
 
 import logging
@@ -31,10 +29,9 @@ from ..core import handle as handles
 from ..core import signal_handlers
 from ..core.errors import DuplicateNameError, EngineError
 from ..core.handle import Entry, Handle, Origin
-from ..core.protocols import Array
-from ..core.request import Request
+from ..core.request import Array, Request
 from ..core.tuning import ENGINE_IDLE_POLL_S, FAILED_EXECUTION_S
-from ..negotiation.joined import JOIN
+from ..negotiation.subtree import JOIN
 from .controller import BrokenOffError, Controller
 
 logger = logging.getLogger(__name__)
@@ -43,14 +40,12 @@ _LAST_CYCLE_S = 5.0  # The limit of the wait for the last cycle, which may hang:
 
 
 class Engine:
-    """Executes the collectives that callers submit, on all ranks in the same order.
-
-    `controller`: Runs the cycles. The engine calls it in one thread at a time.
-    """
+    """Executes the collectives that callers submit, on all ranks in the same order."""
 
     def __init__(self, controller: Controller):
         self.controller = controller
         self._queue, self._life, self._clock = controller.queue, controller.life, controller.clock
+        self._rank = f"rank {controller.topology.job_rank}"
         self._thread: threading.Thread | None = None
         self._driving = threading.Lock()
         self._is_called = signal_handlers.WakeUp()  # Wakes the background thread.
@@ -59,18 +54,11 @@ class Engine:
     # -- for callers, from any thread ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the background thread."""
         self._thread = threading.Thread(target=self._run, name="mpistrat-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, arrays: Sequence[Array], origin: Origin | None = None) -> Handle:
-        """Submit a request. Returns at once.
-
-        Args:
-            request: The request, which all ranks submit.
-            arrays: This rank's tensors as C-contiguous arrays, or as GpuTensors if the request's device is a GPU, in
-                the order of `request.tensors`. They must not change until the handle is done.
-            origin: The graph node that submits the request; None: no graph does.
+        """Submit a request. Returns at once. For the arguments see Entry.
 
         Raises:
             DuplicateNameError: The name is in flight; see TensorQueue.put. In the main thread of a script with signal
@@ -134,13 +122,9 @@ class Engine:
         self._call_background()
 
     def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
-        """If the entry is of a graph, which cannot continue without the entry, end the engine and raise its error."""
+        """If the entry is of a graph, which cannot continue without it, end the engine and raise its error."""
         if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
-
-    @property
-    def _rank(self) -> str:
-        return f"rank {self.controller.topology.job_rank}"
 
     def break_off(self, cause: str) -> EngineError:
         """End the engines of all ranks, because a graph of this rank cannot continue. Local; returns the error.
@@ -148,7 +132,7 @@ class Engine:
         `cause`: A sentence that says what has happened, and on which rank.
         """
         error = BrokenOffError(cause)
-        self._life.break_off(error)
+        self._life.broken_off = error
         self._call_background()
         return EngineError(str(self._life.error or error))
 
@@ -198,12 +182,8 @@ class Engine:
 
     def abandon(self, reason: str) -> None:
         """Stop without the other ranks, for example if ranks have died. Pending and later operations fail. Local."""
-        self._life.abandon(reason)
-        if self._thread is None:
-            return
-        self._call_background()
-        self._life.ended.wait()
-        self._join(self._thread)
+        self._life.abandoned = EngineError(reason)
+        self.await_interrupted(None)
 
     def interrupt(self, error: Exception) -> None:
         """Refuse later operations with `error`, and wake the engine, so that it ends because of the interruption.
@@ -213,8 +193,8 @@ class Engine:
         self._queue.refuse(error)
         self._call_background()
 
-    def await_interrupted(self, limit_s: float) -> bool:
-        """Wait until the engine has ended because of the interruption. Local. Returns whether the engine has ended."""
+    def await_interrupted(self, limit_s: float | None) -> bool:
+        """Wait for the end that `abandon` or `interrupt` has asked for. Local. Returns whether the engine has ended."""
         self._call_background()
         if self._thread is None or not self._life.ended.wait(limit_s):
             return self._thread is None
@@ -226,10 +206,6 @@ class Engine:
         self._is_called.set()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
-
-    def disable_after_fork(self, error: Exception) -> None:
-        """Refuse all submissions with `error`. Called in a forked process, which has no background thread. Local."""
-        self._queue.disable_after_fork(error)
 
     # -- the thread that drives ---------------------------------------------------------------------------------------
 

@@ -14,34 +14,36 @@ from typing import Any, cast
 import numpy as np
 
 from ..core import annotations
+from ..core.arithmetic import Reduction, pack, scaled_copy, unpack
 from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer, Prepared
 from ..core.memory import FusionBuffer, ResultPool
-from ..core.packing import pack, unpack
-from ..core.request import DEVICE_GPU, CollectiveType, ReduceOp, Request
+from ..core.request import DEVICE_GPU, CollectiveType, ReduceOp, Request, is_half
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.topology import Topology
-from .adasum import adasum
 from .not_finite import FiniteWatch
 
 # -- neutral tensors ---------------------------------------------------------------------------------------------------
-# A rank in join() takes part in the collectives of the other ranks with neutral tensors. Pure.
-#
-# Neutral tensors do not change the result. negotiation/joined.py describes join().
+# A rank in join() takes part in the collectives of the other ranks with neutral tensors, which do not change the
+# result. negotiation/subtree.py describes join(). Pure.
 
 
 def neutral_arrays(request: Request) -> list[np.ndarray]:
     """Return new neutral arrays with the sizes and dtypes of the arrays that other ranks submit with `request`.
 
     They have zeros for a sum and for Adasum, the largest value for Min, the smallest for Max, ones for a product, no
-    rows for an allgather, and any values for a broadcast.
-
-    Raises:
-        EngineError: numpy does not know a dtype.
+    rows for an allgather, and any values for a broadcast. Raises EngineError: numpy does not know a dtype.
     """
-    dtypes = [_dtype(request.name, tensor.dtype) for tensor in request.tensors]
+    dtypes = []
+    for tensor in request.tensors:
+        try:
+            dtypes.append(np.dtype(tensor.dtype))
+        except TypeError:
+            raise EngineError(f"{request.name}: this rank waits in join(), and numpy on this rank does not know the "
+                              "dtype of the other ranks. Import ml_dtypes on all ranks. Received: "
+                              f"{tensor.dtype}") from None
     if request.kind is CollectiveType.ALLGATHER:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
     sizes = [(math.prod(tensor.shape), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
@@ -51,14 +53,6 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
         arrays = [list(islice(remaining, len(indices))) for indices in request.layout]
         sizes = [(sum(size for size, _ in parts), parts[0][1]) for parts in arrays]
     return [np.full(size, _neutral_value(request, dtype), dtype) for size, dtype in sizes]
-
-
-def _dtype(name: str, dtype: str) -> np.dtype:
-    try:
-        return np.dtype(dtype)
-    except TypeError:
-        raise EngineError(f"{name}: this rank waits in join(), and numpy on this rank does not know the dtype of the "
-                          f"other ranks. Import ml_dtypes on all ranks. Received: {dtype}") from None
 
 
 def _neutral_value(request: Request, dtype: np.dtype) -> object:
@@ -72,6 +66,44 @@ def _neutral_value(request: Request, dtype: np.dtype) -> object:
     return math.inf if op is ReduceOp.MIN else -math.inf
 
 
+# -- Adasum ------------------------------------------------------------------------------------------------------------
+# Adasum combines gradients so that their common parts count only once (Maleki et al., MLSys 2021).
+#
+# Two gradients a and b become `(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b`: their mean if they are equal, their sum if
+# they are orthogonal. More ranks are combined in pairs, and the results in pairs again; a rank without a partner waits
+# for the next level. Neighbours come first, so the ranks of a host are combined with each other before other hosts.
+#
+# Each rank works on one slice of each tensor, as in an all-reduce: it receives the slices of all ranks, and the ranks
+# sum the dot products of their slices at each level. So any number of ranks is possible, and each byte is sent as often
+# as in an all-reduce. Dot products are in float64. All ranks get the same bits, because each slice has one owner.
+
+
+def _combined_pairs(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """Combine the slices of each tensor in pairs, for one level. Collective."""
+    pairs = [list(zip(parts[::2], parts[1::2])) for parts in slices]
+    dots = np.array([[_dots(a, b) for a, b in pairs_of_tensor] for pairs_of_tensor in pairs])
+    flat = dots.reshape(-1)
+    data.allreduce([flat], [flat], Reduction(ReduceOp.SUM))
+    results = []
+    for parts, pairs_of_tensor, dots_of_tensor in zip(slices, pairs, dots, strict=True):
+        combined = [_pair(a, b, *products) for (a, b), products in zip(pairs_of_tensor, dots_of_tensor, strict=True)]
+        results.append(combined + parts[2 * len(combined):])
+    return results
+
+
+def _dots(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
+    """Return a.b, |a|^2 and |b|^2 in float64."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(a @ b), float(a @ a), float(b @ b)
+
+
+def _pair(a: np.ndarray, b: np.ndarray, dot: float, norm_a: float, norm_b: float) -> np.ndarray:
+    """Return the Adasum of two tensors, from their dot products. If one tensor is zero, it is the other tensor."""
+    of_a = 1.0 - dot / (2 * norm_a) if norm_a else 1.0
+    of_b = 1.0 - dot / (2 * norm_b) if norm_b else 1.0
+    return a * a.dtype.type(of_a) + b * b.dtype.type(of_b)
+
+
 # -- the executor ------------------------------------------------------------------------------------------------------
 
 _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
@@ -79,11 +111,11 @@ _SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 @dataclass(slots=True)
 class _Partial:
-    """The results so far of an entry that shares a bucket, or has several buckets. `first` is its first bucket."""
+    """The results so far of an entry that shares a bucket, or has several buckets."""
 
     results: list[Any]
     missing: int
-    first: "_Job"
+    first: "_Job"  # Of the first bucket.
 
 
 @dataclass(slots=True)
@@ -99,12 +131,10 @@ class _Job:
 
 
 class Executor:
-    """Executes lists of entries that are the same on all ranks.
+    """Executes lists of entries that are the same on all ranks: `data` those of CPU arrays, `device` those on a GPU.
 
     Args:
-        data: The backend for collectives on CPU arrays.
         fusion_bytes: The size limit of a fusion buffer; 0: tensors are not fused.
-        device: Executes the entries of tensors on a GPU.
         observer: Gets the complete entries of CPU tensors.
         finite: Checks gradients for Inf and NaN; None: they are not checked.
     """
@@ -126,12 +156,10 @@ class Executor:
 
         The device completes the handles of GPU tensors later.
 
-        Args:
-            all_ready: Whether the ranks have voted for a single entry, and `prepare` has returned True on all ranks.
-            divisor: The divisor of averages; None: the number of ranks.
+        `all_ready`: Whether the ranks have voted for a single entry, and `prepare` has returned True on all ranks.
+        `divisor`: The divisor of averages; None: the number of ranks.
 
-        Raises:
-            EngineError: `all_ready` is true, but this rank no longer has the result of `prepare`.
+        Raises EngineError: `all_ready` is true, but this rank no longer has the result of `prepare`.
         """
         if not entries:
             return
@@ -170,7 +198,13 @@ class Executor:
                 self._pool.end_round()
                 return
         partials: dict[int, _Partial] = {}
-        for job in self._begin(entries, self._plans.plan(entries, self._fusion_bytes, divisor)):
+        jobs = []  # All memory is taken first, so that a rank without memory fails before other ranks wait for it.
+        for bucket in self._plans.plan(entries, self._fusion_bytes, divisor):
+            sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
+                           [entries[index].arrays[i] for index, i in bucket.members])
+            targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
+            jobs.append(_Job(bucket, sources, targets, entries[bucket.members[0][0]].number))
+        for job in jobs:
             self._run(job)
             self._deliver(job, entries, partials)
         for entry in entries:
@@ -190,8 +224,7 @@ class Executor:
     def prepare(self, entry: Entry) -> bool:
         """Begin to execute `entry`, which may be executed next: only the local part that saves time. Local.
 
-        Returns:
-            Whether the other ranks need no more data from this rank; see `all_ready` of `execute`.
+        Returns whether the other ranks need no more data from this rank; see `all_ready` of `execute`.
         """
         request = entry.request
         self._prepared = None
@@ -202,24 +235,13 @@ class Executor:
             return False
         sources = cast("Sequence[np.ndarray]", entry.arrays)
         targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
-        prepared = self.data.prepare(sources, targets, buckets[0].reduction)
-        self._prepared = entry, prepared
-        return prepared.is_packed
+        self._prepared = entry, self.data.prepare(sources, targets, buckets[0].reduction)
+        return self._prepared[1].is_packed
 
     def prepare_more(self) -> None:
         """Continue the local part that `prepare` has begun. Local."""
         if self._prepared is not None:
             self._prepared[1].pack_ahead()
-
-    def _begin(self, entries: Sequence[Entry], buckets: Sequence[FusionBucket]) -> list[_Job]:
-        """Make the jobs. Takes all memory first, so that a rank without memory fails before other ranks wait for it."""
-        jobs = []
-        for bucket in buckets:
-            sources = cast("Sequence[np.ndarray]", entries[bucket.whole].arrays if bucket.whole is not None else
-                           [entries[index].arrays[i] for index, i in bucket.members])
-            targets = list(map(self._pool.take, map(_SHAPE, sources), map(_DTYPE, sources)))
-            jobs.append(_Job(bucket, sources, targets, entries[bucket.members[0][0]].number))
-        return jobs
 
     def _run(self, job: _Job) -> None:
         request, sources, targets = job.bucket.request, job.sources, job.targets
@@ -227,8 +249,14 @@ class Executor:
         with annotations.marked(request):
             if request.kind is CollectiveType.ALLREDUCE:
                 self.data.allreduce(sources, targets, job.bucket.reduction)
+            elif len(sources) == 1:
+                np.copyto(targets[0], sources[0])
+                self.data.broadcast(targets[0].reshape(-1), request.root_rank)
             else:
-                self._broadcast(sources, targets, request.root_rank)
+                packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
+                pack(sources, packed)
+                self.data.broadcast(packed, request.root_rank)
+                unpack(packed, targets)
         job.ended = monotonic_ns()
 
     def _deliver(self, job: _Job, entries: Sequence[Entry], partials: dict[int, _Partial]) -> None:
@@ -260,16 +288,6 @@ class Executor:
         """Check gradients for Inf and NaN. Broadcast weights have labels too, but are not checked."""
         if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
             self._finite.look(entry, results)
-
-    def _broadcast(self, sources: Sequence[np.ndarray], targets: list[np.ndarray], root_rank: int) -> None:
-        if len(sources) == 1:
-            np.copyto(targets[0], sources[0])
-            self.data.broadcast(targets[0].reshape(-1), root_rank)
-            return
-        packed = self._buffer.view(sum(source.size for source in sources), sources[0].dtype)
-        pack(sources, packed)
-        self.data.broadcast(packed, root_rank)
-        unpack(packed, targets)
 
     def _run_single(self, entry: Entry) -> None:
         began = monotonic_ns()
@@ -321,9 +339,24 @@ class Executor:
         return results
 
     def _adasum(self, entry: Entry) -> list[np.ndarray]:
-        arrays = _arrays(entry)
+        """Return the Adasum of each tensor. The arrays have the same shapes and floating-point dtypes on all ranks."""
+        arrays, rank, size, scaled = _arrays(entry), self._rank, self._size, entry.request.scaled
         results = [self._pool.take(array.shape, array.dtype) for array in arrays]
-        adasum(self.data, self._rank, self._size, arrays, results, entry.request)
+        # The number of elements of each tensor that each rank owns.
+        owned = [[array.size * (r + 1) // size - array.size * r // size for r in range(size)] for array in arrays]
+        # For each tensor, this rank's slice of the tensor of each rank, in rank order.
+        slices: list[list[np.ndarray]] = []
+        for array, counts in zip(arrays, owned, strict=True):
+            parts = np.empty((size, counts[rank]), array.dtype)
+            self.data.alltoall(array.reshape(-1), parts.reshape(-1), counts, [counts[rank]] * size, max(counts))
+            wide = parts.astype(np.float32) if is_half(parts.dtype) else parts
+            scaled_copy(wide, scaled.prescale, wide)
+            slices.append(list(wide))
+        while len(slices[0]) > 1:
+            slices = _combined_pairs(self.data, slices)
+        for result, counts, (own,) in zip(results, owned, slices, strict=True):
+            scaled_copy(own, scaled.postscale, own)
+            self.data.allgather(own.astype(result.dtype, copy=False), result.reshape(-1), counts)
         return results
 
 

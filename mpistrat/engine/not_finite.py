@@ -21,7 +21,7 @@ import numpy as np
 
 from ..core.handle import Entry
 from ..core.request import Request
-from ..core.stalls import MOST_LISTED
+from ..core.topology import MOST_LISTED
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,10 @@ _MOST_KNOWN = 256
 
 
 class FiniteWatch:
-    """Checks the results of reductions of gradients until Inf or NaN are in them permanently.
-
-    `is_done`: Whether permanent Inf or NaN were found, on this rank or on another rank.
-    """
+    """Checks the results of reductions of gradients until Inf or NaN are in them permanently."""
 
     def __init__(self, rank: int):
-        self.is_done = False
+        self.is_done = False  # Whether permanent Inf or NaN were found, on this rank or on another rank.
         self._rank = rank
         self._indices: dict[Request, list[tuple[int, int]]] = {}  # (array, element) of each element to check.
         # Since the first results that were not finite: their labels, the labels of this rank's bad tensors, the count.
@@ -59,7 +56,10 @@ class FiniteWatch:
             self._count = 0
             return
         if not self._count:
-            self._labels, self._own = labels, list(_not_finite(entry))
+            arrays = cast("Sequence[np.ndarray]", entry.arrays)
+            self._labels = labels
+            self._own = [label for label, array, first, size in _tensors(entry.request, len(arrays))
+                         if not _is_finite(arrays[array].reshape(-1)[first:first + size])]
         self._count += 1
         if self._count == _CERTAIN:
             self._tell()
@@ -94,14 +94,6 @@ class FiniteWatch:
             indices = self._indices[entry.request] = [
                 (array, first + int(share * size)) for (_, array, first, size), share in chosen]
         return indices
-
-
-def _not_finite(entry: Entry) -> Iterator[str]:
-    """Yield the labels of this rank's tensors that have an Inf or NaN anywhere."""
-    arrays = cast("Sequence[np.ndarray]", entry.arrays)
-    for label, array, first, size in _tensors(entry.request, len(arrays)):
-        if not _is_finite(arrays[array].reshape(-1)[first:first + size]):
-            yield label
 
 
 def _tensors(request: Request, arrays: int) -> Iterator[tuple[str, int, int, int]]:

@@ -42,8 +42,7 @@ class TensorQueue:
         self.failures: Counter[str] = Counter()
         self._failed_in: dict[str, object] = {}  # By name, the thread that has called the graph.
         self._closed_by: Exception | None = None
-        # outstanding: The number of entries that the driver has taken and not finished. For the thread that drives.
-        # completed: The number of entries that the driver has finished. For the thread that drives.
+        # For the thread that drives: the numbers of entries that it has taken and not finished, and finished.
         self.outstanding = self.completed = 0
 
     def put(self, entry: Entry, is_driver: bool = False) -> bool:
@@ -53,15 +52,11 @@ class TensorQueue:
         graph nodes that run in program order, so that each entry is matched with the same node's entry on other ranks.
         If one node has two entries in flight, the node runs in two concurrent executions, whose order is random.
 
-        Args:
-            is_driver: Whether the caller drives the engine. It takes the entry at once if there is no other new entry.
+        If the caller drives the engine (`is_driver`), and there is no other new entry, the caller takes the entry at
+        once: it must count the entry as outstanding, and `take_new` does not return it. Returns whether it did.
 
-        Returns:
-            Whether the caller has taken the entry, and must count it as outstanding. `take_new` does not return it.
-
-        Raises:
-            DuplicateNameError: An entry with this name is in flight, and the new entry may not wait behind it.
-            Exception: The error that the queue was closed with.
+        Raises DuplicateNameError: An entry with this name is in flight, and the new entry may not wait behind it. If
+        the queue is closed, raises the error of `close`.
         """
         name = entry.request.name
         with self._lock:
@@ -78,16 +73,17 @@ class TensorQueue:
                         f"{_places(first.origin, entry.origin)}")
                 self._behind[name].append(entry)
                 return False
-            if name in self.failures:
-                self._note_failures(entry)
-            self._in_flight[name] = entry
+            self._begin(entry)
             if is_driver and not self.new:
                 return True
             self.new.append(entry)
             return False
 
-    def _note_failures(self, entry: Entry) -> None:
-        entry.request = replace(entry.request, failures=self.failures[entry.request.name])
+    def _begin(self, entry: Entry) -> None:
+        name = entry.request.name
+        if name in self.failures:
+            entry.request = replace(entry.request, failures=self.failures[name])
+        self._in_flight[name] = entry
 
     def count_failure(self, names: Iterable[str]) -> None:
         """Count the failure of an execution that submits `names`, and that has nothing in flight any more."""
@@ -133,7 +129,6 @@ class TensorQueue:
         return entries
 
     def has(self, name: str) -> bool:
-        """Return whether an entry with this name is in flight."""
         with self._lock:
             return name in self._in_flight
 
@@ -143,15 +138,12 @@ class TensorQueue:
             return (*self._in_flight.values(), *chain.from_iterable(self._behind.values()))
 
     def finish(self, name: str) -> Entry:
-        """Take an entry out of flight, before its handle is completed, so that its name may be used again.
+        """Take an entry out of flight, before its handle is completed, so that its name may be used again. Driver only.
 
-        If another entry waits behind it, that entry becomes a new entry.
+        If another entry waits behind it, that entry becomes a new entry. Until `executed` is called, `close` still
+        returns the entry, so that a failure in between does not lose it.
 
-        Until `executed` is called, `close` still returns the entry, so that a failure in between does not lose it. For
-        the thread that drives.
-
-        Raises:
-            EngineError: No entry with this name is in flight.
+        Raises EngineError: No entry with this name is in flight.
         """
         with self._lock:
             entry = self._in_flight.pop(name, None)
@@ -163,9 +155,7 @@ class TensorQueue:
                 self._forget(name, entry.request.failures)  # The count is the same on all ranks.
             if name in self._behind:
                 following = self._behind[name].popleft()
-                if name in self.failures:
-                    self._note_failures(following)
-                self._in_flight[name] = following
+                self._begin(following)
                 self.new.append(following)
                 if not self._behind[name]:
                     del self._behind[name]
@@ -185,19 +175,20 @@ class TensorQueue:
         """Refuse all entries with `error`, and drop those in flight, which belong to the parent of a forked process."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old lock.
         self._closed_by = error
-        for entries in (self._in_flight, self._behind, self._executing, self.new, self.later):
-            entries.clear()
+        self._clear()
 
     def close(self, error: Exception) -> list[Entry]:
         """Refuse later entries with `error`. Remove and return all entries in flight or in execution. Driver only."""
         with self._lock:
-            if self._closed_by is None:
-                self._closed_by = error
+            self.refuse(error)
             entries = [*self._executing, *self._in_flight.values(), *chain.from_iterable(self._behind.values()),
                        *self.later]
-            for each in (self._in_flight, self._behind, self._executing, self.new, self.later):
-                each.clear()
+            self._clear()
         return entries
+
+    def _clear(self) -> None:
+        for entries in (self._in_flight, self._behind, self._executing, self.new, self.later):
+            entries.clear()
 
 
 def _places(*origins: Origin | None) -> str:

@@ -21,9 +21,8 @@ from ..core.errors import EngineError, InvalidRequestError
 from ..core.fusion import BucketPlans, FusionBucket, is_fused
 from ..core.handle import Entry, Handle, complete_all
 from ..core.interfaces import DataPlane, DeviceExecutor, Observer
-from ..core.protocols import Array
 from ..core.quantised import INT8
-from ..core.request import CollectiveType, ReduceOp
+from ..core.request import Array, CollectiveType, ReduceOp
 from ..core.rows import exchanged_elements, received_rows, row_size, rows_of_ranks
 from ..core.settings import Settings
 from ..core.topology import Topology

@@ -5,28 +5,20 @@ subtree has submitted a request. Rank 0 sends Decisions down the tree (Root), an
 the decisions in the order of arrival. Requests match by name, so ranks may submit in any order.
 
 A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. So the work
-of a rank per step depends on its sixteen children, not on the number of ranks.
-
-A rank sends a number only for exactly the request (name, dtypes, shapes, operation, scale, device) that it was given
-for. Any other request of the same name travels in full, and rank 0 compares it.
-
-Called by the controller, in the thread that drives.
+of a rank per step depends on its sixteen children, not on the number of ranks. A number stands for exactly one request
+(name, dtypes, shapes, operation, scale, device). Any other request of the same name travels in full, and rank 0
+compares it. Called by the controller, in the thread that drives.
 """
 
 from ..core.errors import MessageError
 from ..core.request import CollectiveType, Request
 from ..core.topology import Topology
 from ..core.tuning import LONGEST_CYCLE_S
-from .joined import problem_without
 from .messages import Announcement, Decision, EndReason
-from .pending import Pending
-from .stall_watch import AnswerWatch, StallWatch
-from .subtree import Subtree
-from .tensor_reports import describe_ended, describe_mismatch, describe_mismatch_in_graph
+from .reports import AnswerWatch, StallWatch, describe_ended, describe_mismatch, describe_mismatch_in_graph
+from .subtree import Pending, Subtree, problem_without
 
 # -- rank 0 ------------------------------------------------------------------------------------------------------------
-# A decision has the requests that all ranks execute next, in order, the errors of requests on which the ranks disagree,
-# and the end of the engines with its reason. Called by the coordinator of rank 0.
 
 
 class Root:
@@ -40,16 +32,16 @@ class Root:
     def decide(self, now: float, quiet_s: float) -> Decision | None:
         """Return the decision that is due now, or None if nothing is to be decided. Arguments: see `advance`."""
         subtree, joined = self._subtree, self._subtree.joined
-        ready = subtree.take_ready()
         agreed: list[int | tuple[int | None, Request]] = []
         absent: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
         mismatch_in_graph = ""
+        ready, subtree.ready = subtree.ready, []
         for pending in (*ready, *self._completed_by_joins()):
             missing = tuple(pending.missing()) if joined.ranks else ()
             request, problem = self._outcome(pending, missing)
             if request is not None:
-                numbers = self._subtree.numbers
+                numbers = subtree.numbers
                 number = numbers.number_of(request)
                 agreed.append((numbers.give(request), request) if number is None else number)
                 absent.append(missing)
@@ -58,7 +50,8 @@ class Root:
                 errors.append((next(iter(by_request)).name, problem))
                 if any(each.in_graph or each.failures for each in by_request):
                     mismatch_in_graph = mismatch_in_graph or problem
-        subtree.ended.completed.update(subtree.ended.take_news())
+        subtree.ended.completed.update(subtree.ended.news)
+        subtree.ended.news.clear()
         end, text = self._reason_to_end(mismatch_in_graph, now, quiet_s)
         if subtree.ended.failure is not None:
             agreed = []  # The failed rank takes part in no further collective.
@@ -67,7 +60,7 @@ class Root:
         have_all_joined = len(joined.ranks) == subtree.node.size and end is None
         asks = self._stalls.asks(now, quiet_s)
         sends_ended = bool(subtree.ended.completed) and not self._is_end_sent
-        ends_vote = subtree.take_vote_end()
+        ends_vote, subtree.must_end_vote = subtree.must_end_vote, False
         if self._is_finished or not (agreed or errors or end or sends_ended or ends_vote or have_all_joined or asks):
             return None
         self._is_end_sent = self._is_end_sent or sends_ended
@@ -85,7 +78,8 @@ class Root:
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
         """Return (request to execute, "") or (None, error). `missing`: The ranks that have joined and not submitted."""
-        request = pending.agreed_by_present() if missing else pending.agreed()
+        requests: list[Request | None] = [*pending.by_request()] if missing else [pending.agreed()]
+        request = requests[0] if len(requests) == 1 else None
         if request is None:
             return None, describe_mismatch(pending.by_request(), self._subtree.topology)
         problem = problem_without(missing, request, self._subtree.topology) if missing else ""
@@ -100,8 +94,7 @@ class Root:
             for name, pending in subtree.incomplete().items():
                 lost = sorted(set(pending.missing()) & ended.completed.keys())
                 if lost:
-                    return (EndReason.RANK_LEFT,
-                            describe_ended(subtree.topology, name, pending, lost, ended.completed))
+                    return EndReason.RANK_LEFT, describe_ended(subtree.topology, name, pending, lost, ended.completed)
             if len(ended.completed) == subtree.node.size:
                 return EndReason.SHUTDOWN, "mpistrat has been shut down by all ranks."
         if stall := self._stalls.reason_to_end(now):
@@ -122,25 +115,18 @@ class Coordinator:
     The caller passes the requests of this rank to `submit`, its end to `end`, and messages of other ranks to `receive`.
     Then the caller calls `advance`, and sends the message that `advance` returns.
 
-    Args:
-        cache_capacity: How many requests get a number.
-        stall_warning_s: Age in seconds at which an incomplete request is reported; None: never.
-        stall_abort_s: Age in seconds at which an incomplete request ends the engines; None: never.
-        deadlock_s: Seconds without news after which the engines end if all ranks wait; None: never.
+    `cache_capacity`: How many requests get a number. For the other arguments see StallWatch.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
                  stall_abort_s: float | None = None, deadlock_s: float | None = None):
         self._subtree = Subtree(topology, cache_capacity)
         node = self._subtree.node
-        # rank, parent, children, neighbours: As in tree.Node.
         self.rank, self.parent, self.children, self.neighbours = node.rank, node.parent, node.children, node.neighbours
         # The incomplete requests of the subtree that are too old.
         self.stalls = StallWatch(self._subtree, stall_warning_s, stall_abort_s, deadlock_s)
         self._unanswered = AnswerWatch(topology, stall_warning_s)
         self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None
-
-    # -- what happens -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
         """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
@@ -156,7 +142,9 @@ class Coordinator:
 
     def fail(self, text: str, is_stall: bool = False) -> None:
         """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
-        self._subtree.ended.fail(text, is_stall)
+        ended = self._subtree.ended
+        if ended.failure is None:  # Only the first failure is kept.
+            ended.failure, ended.is_stall = text, is_stall
 
     def request_vote_end(self) -> None:
         """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
@@ -222,8 +210,6 @@ class Coordinator:
         """
         return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 
-    # -- time ---------------------------------------------------------------------------------------------------------
-
     def next_check_s(self) -> float:
         """Seconds after which `advance` must be called again even if nothing happens."""
         if not (self._subtree.pending or self._unanswered or self._subtree.joined.ranks):
@@ -232,21 +218,16 @@ class Coordinator:
         return LONGEST_CYCLE_S if poll_s is None else poll_s
 
     def check(self, now: float) -> None:
-        """Check that rank 0 answers within the limit on stalls (AnswerWatch.check). To be called in every cycle.
-
-        Raises StallError: Rank 0 does not answer.
-        """
-        if self.stalls.abort_s is not None:
-            self._unanswered.check(now, self.stalls.abort_s)
-
-    # -- announcements ------------------------------------------------------------------------------------------------
+        """See AnswerWatch.check."""
+        self._unanswered.check(now, self.stalls.abort_s)
 
     def _announce(self, now: float) -> Announcement | None:
         """Return the announcement that is due now, or None if nothing is to be announced."""
-        subtree, ended = self._subtree, self._subtree.ended
+        subtree, ended, joined = self._subtree, self._subtree.ended, self._subtree.joined
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
-        for pending in subtree.take_ready():
+        ready, subtree.ready = subtree.ready, []
+        for pending in ready:
             request = pending.agreed()
             number = None if request is None else subtree.numbers.number_of(request)
             if number is not None:
@@ -255,7 +236,9 @@ class Coordinator:
                 requests += _by_ranks(pending) if request is None else [(request, None)]
         requests += self._incomplete_to_pass_on(now)
         failure, ended.failure = ended.failure, None
-        new_ended, new_joined, ends_vote = ended.take_news(), subtree.joined.take_news(), subtree.take_vote_end()
+        new_ended, ended.news = tuple(ended.news), []
+        new_joined, joined.news = tuple(joined.news), []
+        ends_vote, subtree.must_end_vote = subtree.must_end_vote, False
         places, subtree.places = tuple(subtree.places.items()), {}
         if not (ids or requests or new_ended or failure or ends_vote or new_joined or places):
             return None
@@ -267,9 +250,8 @@ class Coordinator:
 
         Rank 0 needs these requests for a report, or because a rank has ended or joined.
         """
-        after_s = self.stalls.pass_on_s
-        if self._subtree.ended.are_any or self._subtree.joined.ranks:
-            after_s = 0.0
+        is_urgent = self._subtree.ended.are_any or self._subtree.joined.ranks
+        after_s = 0.0 if is_urgent else self.stalls.pass_on_s
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
         for pending in self._subtree.pending.values():
             if now - pending.since >= after_s and (present := len(pending.present())) != pending.passed_on:

@@ -16,9 +16,7 @@ Rounds and decisions have the same order on all ranks:
   it, so all of them vote, and the round is complete soon.
 
 A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
-end the vote by a decision. The coordinator then finds out which ranks miss, and reports them.
-
-Used by the thread that drives the engine.
+end the vote by a decision. The coordinator then finds out which ranks miss, and reports them. For the driver only.
 """
 
 import logging
@@ -27,40 +25,32 @@ from collections.abc import Callable
 from ..core.errors import StallError
 from ..core.handle import Entry
 from ..core.interfaces import AgreementRound, Outcome
-from ..core.stalls import describe_wait
-from ..core.topology import Topology
+from ..core.topology import Topology, describe_wait
 from ..core.tuning import LONGEST_CYCLE_S, MOST_SKIPPED_VOTES, VOTE_REPORT_POLL_S, VOTE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOOKED_AT = 2  # ranks; each may take seconds
+_MOST_LOOKED_AT = 2  # The number of ranks that `look` is called for. Each call may take seconds.
 
 
 class FastPath:
-    """One rank's votes.
+    """One rank's votes, which `agreement` exchanges; None: the ranks cannot vote, and no vote is ever opened.
 
-    Args:
-        agreement: Exchanges the votes of the ranks; None: the ranks cannot vote, and no vote is ever opened.
-        warning_s: Seconds after which an incomplete round is reported; None: never.
-        abort_s: Seconds after which an incomplete round is an error; None: never.
+    After `warning_s` an incomplete round is reported, and after `abort_s` it is an error; None: never.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
                  abort_s: float | None):
         self._agreement, self._topology, self._warning_s, self.abort_s = agreement, topology, warning_s, abort_s
         self.look: Callable[[int], str] = lambda _: ""  # See StallWatch.
-        # is_open: A vote has been opened, and has not ended.
-        # has_voted: This rank has voted, for or against, and the round is not complete.
-        self.is_open = self.has_voted = False
+        self.is_open = False  # A vote has been opened, and has not ended.
+        self.has_voted = False  # This rank has voted, for or against, and the round is not complete.
         self._entry: Entry | None = None
-        self._since = 0.0
-        self._was_late = False
-        self._next_report = 0.0
-        self._agreements = 0  # in this vote
+        self._since, self._was_late, self._next_report = 0.0, False, 0.0
+        self._agreements = 0  # The number of operations that the ranks have agreed on in this vote.
         self._skipped, self._to_skip = 0, 0
 
     def open(self) -> None:
-        """Begin a vote, as rank 0 has decided."""
         self.is_open, self._agreements = True, 0
         logger.debug("rank %d: a vote of the fast path begins", self._topology.job_rank)
 
@@ -90,9 +80,9 @@ class FastPath:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """Return the entry that this rank voted for, if any, and the outcome of the round.
+        """Return the entry that this rank voted for, if any, and the outcome of the round. Only while a vote is open.
 
-        Returns (None, None) until all ranks have voted. Only to be called while a vote is open.
+        Returns (None, None) until all ranks have voted.
         """
         assert self._agreement is not None
         outcome = self._agreement.outcome()

@@ -1,25 +1,198 @@
-"""What one rank has learned about itself and the ranks under it in the tree. Pure: time is an argument.
+"""The tree in which ranks negotiate, and what one rank has learned about itself and the ranks under it.
 
 The coordinator of each rank has one Subtree, and notes in it what this rank does and what the children send. A rank
 other than 0 makes its announcements from the Subtree. On rank 0, the subtree is the whole job, and Root decides by it.
+Pure: time is an argument.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..core.errors import MessageError
-from ..core.request import Request
+from ..core.request import CollectiveType, ReduceOp, Request, join_request
 from ..core.topology import Topology
-from .joined import JOIN, JoinedRanks
-from .pending import Pending
-from .tree import Node
+from ..core.tuning import FAN_OUT
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+# Rank 0 is at the root, and each rank has up to FAN_OUT children.
+
+
+def parent_of(rank: int) -> int | None:
+    """The rank that `rank` reports to; None for rank 0."""
+    return (rank - 1) // FAN_OUT if rank else None
+
+
+def depth_of(rank: int) -> int:
+    """The number of tree edges from `rank` to rank 0."""
+    parent = parent_of(rank)
+    return 0 if parent is None else 1 + depth_of(parent)
+
+
+def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs (rank, parent) of the tree of which both are in `ranks`."""
+    return [(rank, parent) for rank in ranks if (parent := parent_of(rank)) is not None and parent in ranks]
+
+
+def subtree(root: int, size: int) -> Iterator[int]:
+    """`root` and all ranks under it, in order."""
+    first = last = root  # The first and the last rank of a level of the subtree, whose ranks are consecutive.
+    while first < size:
+        yield from range(first, min(last, size - 1) + 1)
+        first, last = first * FAN_OUT + 1, last * FAN_OUT + FAN_OUT
+
+
+@dataclass(frozen=True)
+class Node:
+    """One rank's place in the tree of `size` ranks."""
+
+    rank: int
+    size: int
+
+    @cached_property
+    def parent(self) -> int | None:
+        return parent_of(self.rank)
+
+    @cached_property
+    def children(self) -> tuple[int, ...]:
+        return tuple(range(self.rank * FAN_OUT + 1, min(self.rank * FAN_OUT + FAN_OUT, self.size - 1) + 1))
+
+    @cached_property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks that send messages to this rank: its parent and its children."""
+        return self.children if self.parent is None else (self.parent, *self.children)
+
+    @cached_property
+    def ranks_under(self) -> dict[int, int]:
+        """The number of ranks in the subtree of each child, which includes the child, and 1 for this rank."""
+        return {child: len(list(subtree(child, self.size))) for child in self.children} | {self.rank: 1}
+
+
+# -- an incomplete request ---------------------------------------------------------------------------------------------
+
+
+class Pending:
+    """What the ranks of a node's subtree have submitted under one name, as long as some ranks have not.
+
+    A *source* is this rank itself, or a child with all ranks under it. `_whole[source]` is the request that all ranks
+    of a source have submitted alike. `_parts[source]` has the requests of single ranks under a child, which travel when
+    they differ, or when rank 0 has to report which ranks miss.
+    """
+
+    __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")
+
+    def __init__(self, node: Node, since: float):
+        self._node, self.since = node, since  # since: When the first rank submitted the request.
+        self._whole: dict[int, Request] = {}
+        self._parts: dict[int, dict[Request, set[int]]] = {}
+        self._complete = 0  # The number of sources of which all ranks have submitted.
+        self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
+
+    def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
+        """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
+        if ranks is None:
+            was_complete = source in self._parts and self._has_all(source, self._parts.pop(source))
+            self._whole[source] = request
+        else:
+            part = self._parts.setdefault(source, {})
+            was_complete = self._has_all(source, part)
+            part[request] = part.get(request, set()) | ranks
+            if not self._has_all(source, part):
+                return
+        self._complete += not was_complete
+
+    def _has_all(self, source: int, part: dict[Request, set[int]]) -> bool:
+        return sum(map(len, part.values())) >= self._node.ranks_under[source]
+
+    @property
+    def is_complete(self) -> bool:
+        return self._complete == len(self._node.ranks_under)
+
+    def agreed(self) -> Request | None:
+        """The request of all sources, which must be complete; None if the requests of the sources differ."""
+        if self._parts:
+            return None
+        first, *others = self._whole.values()
+        return first if all(request is first or request == first for request in others) else None
+
+    def by_request(self) -> dict[Request, set[int]]:
+        """The different requests, each with the ranks that have submitted it."""
+        result: dict[Request, set[int]] = {}
+        for source in sorted(self._whole.keys() | self._parts.keys()):
+            if source in self._whole:
+                ranks = (source,) if source == self._node.rank else subtree(source, self._node.size)
+                result.setdefault(self._whole[source], set()).update(ranks)
+            else:
+                for request, some in self._parts[source].items():
+                    result.setdefault(request, set()).update(some)
+        return result
+
+    def present(self) -> list[int]:
+        """The ranks that have submitted something, in order."""
+        return sorted(set().union(*self.by_request().values()))
+
+    def missing(self) -> list[int]:
+        """The other ranks of the subtree, in order."""
+        return sorted(set(subtree(self._node.rank, self._node.size)) - set(self.present()))
+
+
+# -- ranks that have called join() -------------------------------------------------------------------------------------
+# A rank that has no more batches joins, and waits until all ranks have joined. Until then, a collective of the others
+# is complete without that rank. The decision of rank 0 names the absent ranks. These ranks still take part, since the
+# collectives of MPI and of shared memory are among all ranks. They contribute values that do not change the result
+# (engine/executor.py). An average divides by the number of ranks that have submitted a tensor.
+#
+# Once a rank has joined, no subtree with that rank is complete. So the ranks above it pass on incomplete requests.
+
+JOIN = join_request()
+
+
+class JoinedRanks:
+    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` forgets them."""
+
+    def __init__(self, node: Node):
+        self._node = node
+        self.clear()
+
+    def clear(self) -> None:
+        self.news: list[int] = []  # The ranks that have joined since the last announcement.
+        self.ranks: list[int] = []  # In the order in which they have joined.
+        # The join as a request that these ranks have submitted, for reports; None if no rank has joined.
+        self.pending: Pending | None = None
+
+    def note(self, source: int, ranks: Sequence[int], now: float) -> None:
+        """Note that `ranks` under `source` have joined. `source` is this rank or a child."""
+        if self.pending is None:
+            self.pending = Pending(self._node, now)
+        self.pending.add(source, JOIN, set(ranks))
+        self.ranks += ranks
+        self.news += ranks
+
+
+def problem_without(absent: Sequence[int], request: Request, topology: Topology) -> str:
+    """Return why a collective cannot run without the ranks that have joined, as a sentence; "" if it can."""
+    ranks = f"ranks {topology.listed(absent)}"
+    if request.kind in (CollectiveType.ALLTOALL, CollectiveType.REDUCESCATTER):
+        reason = f"rows for {ranks} would be lost"
+    elif request.kind is CollectiveType.BROADCAST and request.root_rank in absent:
+        reason = "its root is one of them"
+    elif request.scaled.prescale != 1.0 and request.scaled.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        reason = f"{request.scaled.op.name.capitalize()} with a prescale factor has no neutral element"
+    else:
+        return ""
+    return (f"{request.name}: {request.kind.value} is not supported with join() at this time: {ranks} have joined, and "
+            f"{reason}. Call {request.kind.value} before the first rank joins, or after all ranks have joined.")
+
+
+# -- all that a rank knows ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class EndedRanks:
     """Ranks that have called shutdown(), and an engine that has failed."""
 
-    # Each rank that has shut down since the last message, with the number of operations that it had completed.
+    # Each rank that has shut down since the last announcement, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
     # On rank 0, the number of completed operations of each rank that has shut down.
     completed: dict[int, int] = field(default_factory=dict)
@@ -29,19 +202,9 @@ class EndedRanks:
     is_stall: bool = False  # Whether the failure was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
-        """Note the ranks that have shut down, as (rank, completed operations)."""
+        """Note ranks that have shut down, as (rank, completed operations)."""
         self.news += ended
         self.are_any = self.are_any or bool(ended)
-
-    def fail(self, text: str, is_stall: bool) -> None:
-        """Note that the engine of some rank has failed. Only the first failure is kept."""
-        if self.failure is None:
-            self.failure, self.is_stall = text, is_stall
-
-    def take_news(self) -> tuple[tuple[int, int], ...]:
-        """The ranks that have shut down since the last call."""
-        news, self.news = tuple(self.news), []
-        return news
 
 
 class RequestNumbers:
@@ -51,8 +214,7 @@ class RequestNumbers:
     Equal requests have different numbers if one is in a graph and the other is not. All ranks have to know whether a
     request is in a graph, since a mismatch in a graph ends the engines.
 
-    Args:
-        capacity: How many requests get a number.
+    `capacity`: How many requests get a number.
     """
 
     def __init__(self, capacity: int):
@@ -92,23 +254,19 @@ class RequestNumbers:
 class Subtree:
     """The requests in flight in a rank's subtree, and which of its ranks have joined or have ended.
 
-    A *source* is this rank itself, or a child with all ranks under it.
-
-    Args:
-        cache_capacity: How many requests get a number.
+    For `source` see Pending. `cache_capacity`: How many requests get a number.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int):
         # node: This rank's place in the tree.
         self.topology, self.node = topology, Node(topology.rank, topology.size)
-        self.numbers = RequestNumbers(cache_capacity)  # The numbers that stand for requests.
+        self.numbers = RequestNumbers(cache_capacity)
         self.pending: dict[str, Pending] = {}  # The incomplete requests, by name.
-        # joined, ended: The ranks in these states.
         self.joined, self.ended = JoinedRanks(self.node), EndedRanks()
         # The answers of ranks that were asked where they are, until the answers are sent on, or the ranks asked again.
         self.places: dict[int, str] = {}
         self.must_end_vote = False  # Some rank has asked for a decision, which ends an open vote.
-        self._ready: list[Pending] = []  # complete since the last take_ready, in order
+        self.ready: list[Pending] = []  # The requests that became complete since the last message, in order.
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
         """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
@@ -118,17 +276,7 @@ class Subtree:
         pending.add(source, request, ranks)
         if pending.is_complete:
             del self.pending[request.name]
-            self._ready.append(pending)
-
-    def take_ready(self) -> list[Pending]:
-        """The requests that have become complete in the subtree since the last call, in the order of completion."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def take_vote_end(self) -> bool:
-        """Whether some rank has asked for the end of the vote since the last call."""
-        asked, self.must_end_vote = self.must_end_vote, False
-        return asked
+            self.ready.append(pending)
 
     def incomplete(self) -> dict[str, Pending]:
         """The incomplete requests by name, including the join if some ranks have joined."""

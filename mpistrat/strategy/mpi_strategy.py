@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..api import array_ops, basics, runtime
-from ..cluster.resolver import MPIClusterResolver
+from ..cluster import MPIClusterResolver
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
 from ..tensorflow.bridge import names

@@ -51,7 +51,7 @@ from .sessions.session_optimizer import DistributedOptimizer as _OfSessions
 from .sessions.session_optimizer import for_sessions_too as _for_sessions_too
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
-    from ..cluster.resolver import MPIClusterResolver
+    from ..cluster import MPIClusterResolver
     from ..strategy import MPIStrategy, strategy
 
 __all__ = [
@@ -83,5 +83,5 @@ def __getattr__(name: str) -> Any:
     if name in ("MPIStrategy", "strategy"):  # It needs Keras where there is Keras.
         return getattr(_import_module("mpistrat.strategy"), name)
     if name == "MPIClusterResolver":
-        return _import_module("mpistrat.cluster.resolver").MPIClusterResolver
+        return _import_module("mpistrat.cluster").MPIClusterResolver
     return _absent(name)

@@ -31,8 +31,7 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
 from ..core.request import allgather_request, specs_of
-from ..core.stalls import MOST_LISTED
-from ..core.topology import rank_list
+from ..core.topology import MOST_LISTED, rank_list
 from .async_op.submission import Observer
 from .bridge.private_names import SynchronousExecution
 from .bridge.types import Variable

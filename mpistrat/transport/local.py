@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..core.arithmetic import Reduction, combine
+from ..core.arithmetic import Reduction, combine, pack, unpack
 from ..core.interfaces import AgreementRound, ControlPlane, DataPlane, Outcome
 from ..core.memory import FusionBuffer
-from ..core.packing import pack, unpack
 from ..core.signal_handlers import WakeUp
 
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
-from mpistrat.cluster.cluster import Cluster, form
+from mpistrat.cluster import Cluster, form
 from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
 

@@ -9,7 +9,7 @@ import pytest
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.negotiation.joined import JOIN
+from mpistrat.negotiation.subtree import JOIN
 
 from ..support.levels import sample
 from .helpers import everywhere

@@ -8,7 +8,7 @@ import time
 from reporting import attempt, say
 
 import mpistrat
-from mpistrat.cluster.cluster import form
+from mpistrat.cluster import form
 
 
 def fail_on_purpose() -> None:

@@ -5,7 +5,7 @@ import json
 from reporting import say
 
 import mpistrat
-from mpistrat.cluster.cluster import form
+from mpistrat.cluster import form
 
 mpistrat.init()
 say(json.dumps(form({"chief": 1, "worker": mpistrat.size() - 2, "ps": 1}).spec))

@@ -18,13 +18,13 @@ import numpy as np
 import mpistrat
 from mpistrat.api import runtime
 from mpistrat.core.request import ScaledOp, Sum, allreduce_request, specs_of
-from mpistrat.negotiation import tree
+from mpistrat.negotiation import subtree
 from tests.support.pretended_hosts import pretend_hosts
 
 NEW_TENSORS = 300
 BUSY_S = 10e-3
 rounds, ranks_per_host = int(sys.argv[1]), int(sys.argv[2])
-tree.FAN_OUT = int(sys.argv[3]) if len(sys.argv) > 3 else tree.FAN_OUT
+subtree.FAN_OUT = int(sys.argv[3]) if len(sys.argv) > 3 else subtree.FAN_OUT
 pretend_hosts(ranks_per_host)
 mpistrat.init()
 rank, size = mpistrat.rank(), mpistrat.size()

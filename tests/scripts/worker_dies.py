@@ -10,7 +10,7 @@ from mpi4py import MPI
 from reporting import say
 
 import mpistrat
-from mpistrat.cluster.cluster import form
+from mpistrat.cluster import form
 
 
 def say_how_mpi_ends() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.core.arithmetic import Reduction, combine
-from mpistrat.core.packing import pack, unpack
+from mpistrat.core.arithmetic import Reduction, combine, pack, unpack
 from mpistrat.core.signal_handlers import WakeUp
 from mpistrat.transport.local import LocalControl, LocalData
 from mpistrat.transport.shm.segment import ASLEEP, HostMemory, SharedMemoryAgreement

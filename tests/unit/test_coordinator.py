@@ -15,8 +15,8 @@ from mpistrat.core.topology import Topology
 from mpistrat.core.tuning import FAN_OUT
 from mpistrat.negotiation.coordinator import Coordinator
 from mpistrat.negotiation.messages import Announcement, Decision, EndReason
-from mpistrat.negotiation.tensor_reports import describe_mismatch, describe_mismatch_in_graph
-from mpistrat.negotiation.tree import Node, subtree
+from mpistrat.negotiation.reports import describe_mismatch, describe_mismatch_in_graph
+from mpistrat.negotiation.subtree import Node, subtree
 
 SIZES = [1, 2, 3, 17, 18, 40, 300]
 WARNING_S, ABORT_S = 60.0, 600.0

@@ -6,7 +6,7 @@ from mpistrat.core.interfaces import DeviceExecutor
 from mpistrat.core.request import join_request
 from mpistrat.core.settings import Settings
 from mpistrat.negotiation.messages import EndReason
-from mpistrat.negotiation.tree import depth_of
+from mpistrat.negotiation.subtree import depth_of
 
 from ..support.engines import ByHand, submit_barrier
 from .test_coordinator import ABORT_S, WARNING_S, Job, allreduce, coordinator

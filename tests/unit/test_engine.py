@@ -235,7 +235,7 @@ def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() ->
     group = ThreadGroup(1)
     engine = make_engine(0, 1, group.control(0), group.data(0), device=SlowDevice())
     engine.start()
-    engine.controller.life.abandon("on purpose")
+    engine.controller.life.abandoned = EngineError("on purpose")
     engine.announce_end()
     assert engine.controller.life.ended.wait(LONG_S)
     assert engine._thread is not None and engine._thread.is_alive()

@@ -79,7 +79,7 @@ def test_ranks_that_may_sleep_are_called() -> None:
     group = ThreadGroup(3)
     ranks = [group.agreement(rank) for rank in range(3)]
     ranks[1].vote(4)
-    assert [event.is_set() for event in group.wake_events] == [True, False, True]
+    assert [event.wait(0.0) for event in group.wake_events] == [True, False, True]
 
 
 @pytest.mark.parametrize("size", [2, 4])

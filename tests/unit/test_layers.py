@@ -278,7 +278,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 @pytest.mark.parametrize("module", [
-    "negotiation.coordinator", "negotiation.messages", "negotiation.tensor_reports", "negotiation.tree",
+    "negotiation.coordinator", "negotiation.messages", "negotiation.reports", "negotiation.subtree",
     "core.topology", "core.fusion"])
 def test_what_decides_has_no_thread_clock_or_wire(module: str) -> None:
     reached, new = set(), {module}

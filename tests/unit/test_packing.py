@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpistrat.core.packing import FlatLayout, pack, unpack
+from mpistrat.core.arithmetic import FlatLayout, pack, unpack
 
 ARRAYS = [np.arange(6.0).reshape(2, 3), np.array(6.0), np.empty((0, 5)), np.array([[7.0]]), np.arange(8.0, 13.0)]
 

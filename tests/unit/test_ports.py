@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from mpistrat.cluster.cluster import ReservedPort
+from mpistrat.cluster import ReservedPort
 from mpistrat.process.peers import local_addresses
 
 

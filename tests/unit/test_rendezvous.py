@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster.cluster import Link, addresses_of
+from mpistrat.cluster import Link, addresses_of
 from mpistrat.core.topology import Topology
 
 

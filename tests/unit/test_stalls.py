@@ -2,8 +2,7 @@
 
 import pytest
 
-from mpistrat.core.stalls import describe_ranks, describe_wait, hosts_without
-from mpistrat.core.topology import Topology
+from mpistrat.core.topology import Topology, describe_ranks, describe_wait
 
 ENGINE = "its process is stopped, or something in it keeps Python's global interpreter lock"
 HOSTS = ("a", "a", "b", "b", "c")
@@ -36,4 +35,4 @@ def test_of_many_hosts_some_are_named() -> None:
 
 @pytest.mark.parametrize("present, expected", [([0, 2], ["c"]), ([1], ["b", "c"]), ([0, 3, 4], [])])
 def test_a_host_is_silent_when_all_its_ranks_are(present: list[int], expected: list[str]) -> None:
-    assert hosts_without(Topology(0, HOSTS), present) == expected
+    assert Topology(0, HOSTS).hosts_without(present) == expected

@@ -1,7 +1,7 @@
 """JoinEpochs: ranks with fewer batches wait at the end of an epoch, and then get the weights of the others.
 
-The ranks wait in join(), which negotiation/joined.py describes. `own_callbacks` adds the callback for an optimizer with
-uneven="join". The callback runs in the thread that called fit.
+The ranks wait in join(), which negotiation/subtree.py describes. `own_callbacks` adds the callback for an optimizer
+with uneven="join". The callback runs in the thread that called fit.
 """
 
 from collections.abc import Sequence

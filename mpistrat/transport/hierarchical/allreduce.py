@@ -60,7 +60,7 @@ class QuantisedExchange:
         """
         self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
-        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= tuning.HIERARCHICAL_ALLGATHER_BYTES
+        self._is_whole = self._hosts == 2 or nbytes * self._hosts <= tuning.MPI_ALLGATHER_BYTES
         if self._is_whole:
             sent = self._sent.view(nbytes, _BYTE)
             self._codec.encode(values, errors, sent)
@@ -225,7 +225,7 @@ class HierarchicalData(TwoShotData):
             theirs = buffer.view(partial.size, partial.dtype)
             rows = [partial, theirs] if host == 0 else [theirs, partial]
             return exchange(self._cross, [partial, partial], rows), rows
-        if partial.nbytes * hosts <= tuning.HIERARCHICAL_ALLGATHER_BYTES:
+        if partial.nbytes * hosts <= tuning.MPI_ALLGATHER_BYTES:
             table = buffer.view(partial.size * hosts, partial.dtype).reshape(hosts, -1)
             sent, received = partial.view(np.uint8), table.view(np.uint8)
             return [self._cross.Iallgather([sent, MPI.BYTE], [received, MPI.BYTE])], list(table)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...core.arithmetic import IDENTITY, Reduction, combine
+from ...core.arithmetic import IDENTITY, Reduction, combine, pack, unpack
 from ...core.interfaces import DataPlane, Outcome, Prepared
 from ...core.memory import aligned_empty
-from ...core.packing import pack, unpack
 from ...core.topology import Topology
 from ...core.tuning import EAGER_MESSAGE_BYTES, PIGGYBACK_CROSS_BYTES, PIGGYBACK_HOST_BYTES, PIGGYBACK_MOST_HOSTS
 from ..shm.segment import ROUND_MASK, VERDICT, HostMemory, SharedMemoryAgreement

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...core.arithmetic import Reduction, Scale, combine
+from ...core.arithmetic import Reduction, Scale, combine, pack, unpack
 from ...core.interfaces import DataPlane
 from ...core.memory import FusionBuffer
-from ...core.packing import pack, unpack
 from ...core.request import ReduceOp
 from ...core.tuning import MPI_ALLGATHER_BYTES, MPI_CHUNK_BYTES, MPI_PIECE_BYTES
 from .requests import PeerWait

@@ -15,8 +15,7 @@ from mpi4py import MPI
 from ...core import tuning
 from ...core.errors import StallError
 from ...core.interruption import Interruption
-from ...core.stalls import describe_wait
-from ...core.topology import Topology
+from ...core.topology import Topology, describe_wait
 
 
 class PeerWait:

@@ -13,8 +13,7 @@ from ...core.errors import EngineError, StallError
 from ...core.interfaces import AgreementRound, Outcome, RankLeftError
 from ...core.interruption import Interruption
 from ...core.memory import rounded_up
-from ...core.stalls import describe_wait, likely_causes
-from ...core.topology import Topology
+from ...core.topology import Topology, describe_wait, likely_causes
 from ...core.tuning import SHM_SLEEP_S, SHM_SPIN_LOOKS, SHM_YIELD_S
 
 # The indices of the counters of a rank, each used by one class only.

@@ -13,10 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core import tuning
-from ...core.arithmetic import Reduction, Scale, combine, divided_before, scaled_copy
+from ...core.arithmetic import (
+    FlatLayout,
+    Reduction,
+    Scale,
+    combine,
+    divided_before,
+    pack,
+    scaled_copy,
+    segments,
+    unpack,
+)
 from ...core.interfaces import DataPlane, Prepared
 from ...core.memory import FusionBuffer
-from ...core.packing import FlatLayout, pack, segments, unpack
 from .segment import CHUNK_BYTES, CONSUMED, PACKED, READY, UNPACKED, HostMemory
 
 Stage = Callable[[Any, int], None]  # a step on chunk k of a collective

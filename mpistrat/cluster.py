@@ -1,36 +1,41 @@
-"""The ranks as a TensorFlow cluster: each has a role, an address, and a port that is reserved for its server.
+"""Forms a TensorFlow cluster of the ranks, and describes the cluster to TensorFlow's own strategies, without TF_CONFIG.
 
-A formed cluster needs neither the engine nor MPI: each rank has a connection to the chief, on which each side notices
-the end of the other side (process/peers.py). `form` makes a cluster; any thread may use it.
+Each rank has a role, an address, and a port that is reserved for its server. A formed cluster needs neither the engine
+nor MPI: each rank has a connection to the chief, on which each side notices the end of the other side
+(process/peers.py). Any thread may use it.
 """
 
 import atexit
 import contextlib
 import dataclasses
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..api import runtime
-from ..api.array_ops import allgather_object
-from ..api.job import Job
-from ..core import forked
-from ..core.errors import ClusterError, InvalidRequestError, RankDiedError
-from ..core.roles import Role, assign_roles, cluster_spec
-from ..core.topology import Topology, ranks_by_value
-from ..process import abort
-from ..process.peers import End, Invitation, Peers, elsewhere, local_addresses
+import tensorflow as tf
+
+from .api import runtime
+from .api.array_ops import allgather_object
+from .api.job import Job
+from .core import forked
+from .core.errors import ClusterError, InvalidRequestError, RankDiedError
+from .core.roles import Role, assign_roles, cluster_spec
+from .core.topology import Topology, ranks_by_value
+from .process import abort
+from .process.cores import own_cpus
+from .process.peers import End, Invitation, Peers, elsewhere, local_addresses
 
 logger = logging.getLogger(__name__)
 
-DIED = ("ranks {ranks} have died, so collectives among all ranks are not possible any more. Work without collectives, "
-        "such as training with parameter servers, can continue.")
 # The time that a rank waits before it reports the chief's death. mpirun usually ends the job in that time, so that only
 # the chief's own error is printed.
 _LAUNCHER_S = 3.0
 _REPORT_S = 5.0  # The time after which a rank warns that it waits for the chief without running a server.
+_CONNECT_LIMIT_S = 30.0  # The limit for a connection to the chief, over all its addresses.
+_ACCEPT_LIMIT_S = 30.0  # The limit for the next rank to connect.
 
 
 class ReservedPort:
@@ -41,8 +46,7 @@ class ReservedPort:
     except with SO_REUSEPORT by the same user. The server makes such a request while the port is still reserved, so the
     port is never free in between. All connections go to the server, because this socket does not listen.
 
-    Raises:
-        OSError: There is no free port.
+    Raises OSError: There is no free port.
     """
 
     def __init__(self) -> None:
@@ -70,8 +74,7 @@ class Cluster:
     def __init__(self, topology: Topology, roles: Sequence[tuple[Role, int]], spec: Mapping[str, list[str]],
                  port: ReservedPort, peers: Peers, current: Job):
         self.spec = spec  # The addresses of the tasks by role, as in TF_CONFIG.
-        # index: The index of this rank among the ranks of its role.
-        self.role, self.index = roles[topology.rank]
+        self.role, self.index = roles[topology.rank]  # The index is among the ranks of the same role.
         self._topology, self._roles = topology, roles
         self._port, self._peers, self._runtime = port, peers, current
         self._is_chief, self._has_left = topology.rank == 0, False
@@ -83,14 +86,9 @@ class Cluster:
         atexit.register(self._finish)
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or closed its cluster. Returns False if `timeout_s` has passed before.
+        """As in MPIClusterResolver. Raises NotInitializedError in a process that was forked from a rank.
 
         After the first call, collectives of other ranks that need this rank fail instead of waiting for it.
-
-        Raises:
-            RankDiedError: The chief has died.
-            InvalidRequestError: This rank is the chief.
-            NotInitializedError: This process was forked from a rank.
         """
         forked.require_rank()
         if self._is_chief:
@@ -106,10 +104,7 @@ class Cluster:
         return True
 
     def close(self) -> None:
-        """On the chief: notify all other ranks that the work is done. On other ranks: leave. May be called twice.
-
-        In a process that was forked from a rank, close() does nothing.
-        """
+        """As in MPIClusterResolver. In a process that was forked from a rank, close() does nothing."""
         if forked.is_child():
             return
         if not self._has_left:
@@ -123,7 +118,9 @@ class Cluster:
     def _abandon_collectives(self) -> None:
         """Make shutdown() not wait for ranks that have died. The chief's last message lists these ranks."""
         if self._peers.died:
-            self._runtime.abandon(DIED.format(ranks=sorted(self._peers.died)))
+            self._runtime.abandon(
+                f"ranks {sorted(self._peers.died)} have died, so collectives among all ranks are not possible any more."
+                " Work without collectives, such as training with parameter servers, can continue.")
 
     def _finish(self) -> None:
         """At the end of the script, before shutdown(): close the cluster, and on other ranks wait for the chief."""
@@ -150,14 +147,10 @@ class Cluster:
         if end is not End.LEFT and role is Role.WORKER and not self._workers and self._has_ps:
             # The coordinator would wait for a worker to restart, but no worker can. An exception in this thread would
             # not end the process, so the error is treated as an uncaught exception of the main thread.
-            error = RankDiedError("no worker is left; the last one has died.")
-            abort.uncaught(error)
+            abort.uncaught(RankDiedError("no worker is left; the last one has died."))
 
 
 # -- how ranks form a cluster ------------------------------------------------------------------------------------------
-
-_CONNECT_LIMIT_S = 30.0  # The limit for a connection to the chief, over all its addresses.
-_ACCEPT_LIMIT_S = 30.0  # The limit for the next rank to connect.
 
 
 @dataclass(frozen=True)
@@ -173,27 +166,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class Link:
-    """The second message of each rank: both addresses of its connection to the chief, or a problem.
+    """The second message of each rank: both addresses of its connection to the chief, or a problem."""
 
-    The chief's own Link has no addresses.
-    """
-
-    own: str = ""
+    own: str = ""  # On the chief, both addresses are "".
     chief: str = ""
     problem: str = ""
 
 
 def form(jobs: Mapping[str, int] | None = None) -> Cluster:
-    """Form a cluster of the ranks. Collective.
-
-    Args:
-        jobs: The number of ranks for each role, the same on all ranks; see `core.roles.assign_roles`.
-
-    Raises:
-        NotInitializedError: Before init().
-        ClusterError: On every rank, if the roles do not fit the ranks, there is no free port, or a rank cannot reach
-            the chief.
-    """
+    """Form a cluster of the ranks. Collective. MPIClusterResolver describes the argument and the errors."""
     current = runtime.current()
     topology = current.topology
     with contextlib.ExitStack() as on_failure:
@@ -226,8 +207,8 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
     """Return for each rank the address at which other ranks reach it, or its host name if there is only one host.
 
-    For a rank on the chief's host, it is the address at which the first rank of another host reached the chief. For any
-    other rank, it is the address from which the rank connected to the chief.
+    On the chief's host, that is the address at which the first rank of another host reached the chief. On any other
+    host, it is the address from which the rank connected to the chief.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:
@@ -278,3 +259,112 @@ def _raise_together(problems: Sequence[str]) -> None:
         raise ClusterError(next(iter(ranks)))
     if ranks:
         raise ClusterError("; ".join(f"ranks {where}: {problem}" for problem, where in ranks.items()))
+
+
+# -- MPIClusterResolver ------------------------------------------------------------------------------------------------
+
+class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
+    """Takes roles from the ranks, gathers addresses over MPI, and reserves ports until TensorFlow's servers bind them.
+
+        hvd.init()
+        resolver = MPIClusterResolver({"chief": 1, "worker": 2, "ps": 1})
+        if resolver.task_type in ("worker", "ps"):
+            resolver.serve()          # returns when the chief has ended
+        else:
+            strategy = tf.distribute.ParameterServerStrategy(resolver)
+
+    The constructor is collective. The methods are not, so any rank may call them at any time. The work of the other
+    ranks ends when the chief calls `close`, or at the end of the chief's script.
+
+    The address of each rank is `localhost` if all ranks share a host, and otherwise the address from which its host has
+    connected to the chief's host. A TF_CONFIG of the platform is ignored: the tasks are the ranks of mpirun.
+
+    Args:
+        jobs: The number of ranks for each role. Ranks get their roles in the order of the dict, and the chief is
+            first. Default: rank 0 is the chief, all other ranks are workers.
+        num_accelerators: The number of devices of each kind in each task, for example `{"GPU": 1}`. Default: the GPUs
+            that this process sees.
+        rpc_layer: The protocol of the servers.
+
+    Raises:
+        NotInitializedError: Before init().
+        ClusterError: On every rank, if the roles do not fit the ranks, there is no free port, or a rank cannot reach
+            the chief.
+    """
+
+    def __init__(self, jobs: Mapping[str, int] | None = None, num_accelerators: Mapping[str, int] | None = None,
+                 rpc_layer: str = "grpc"):
+        self._cluster = form(jobs)
+        self._task_type, self._task_id = self._cluster.role.value, self._cluster.index
+        self._num_accelerators = None if num_accelerators is None else dict(num_accelerators)
+        self.rpc_layer = rpc_layer
+        self._server: tf.distribute.Server | None = None
+        # TensorFlow reads these variables when it starts its first server.
+        os.environ["TF_GRPC_REUSE_PORT"] = "1"  # Without it gRPC's servers cannot bind a reserved port.
+        if Role.PS.value in self._cluster.spec:
+            os.environ["GRPC_FAIL_FAST"] = "use_caller"  # Calls to a worker that has died fail instead of waiting.
+
+    @property
+    def task_type(self) -> str:
+        """This rank's role: "chief", "worker", "ps" or "evaluator"."""
+        return self._task_type
+
+    @property
+    def task_id(self) -> int:
+        """This rank's index among the tasks of its role, from 0."""
+        return self._task_id
+
+    def cluster_spec(self) -> tf.train.ClusterSpec:
+        """Return the addresses of all tasks. Evaluators are left out, as TensorFlow requires."""
+        return tf.train.ClusterSpec(self._cluster.spec)
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the URL of a task's server, by default of this rank's; "" for an evaluator, which has no server."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type not in self._cluster.spec:
+            return ""
+        layer = rpc_layer or self.rpc_layer
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return f"{layer}://{address}" if layer else str(address)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None,
+                         config_proto: tf.compat.v1.ConfigProto | None = None) -> dict[str, int]:
+        """Return the number of devices of each kind in a task. All tasks are assumed to have the same devices."""
+        if self._num_accelerators is not None:
+            return dict(self._num_accelerators)
+        return {"GPU": len(tf.config.get_visible_devices("GPU"))}
+
+    def serve(self) -> None:
+        """Run this rank's tf.distribute.Server until the chief has ended. For workers and ps. Sleeps.
+
+        Raises:
+            RankDiedError: The chief has died.
+            InvalidRequestError: This rank is neither a worker nor a ps.
+        """
+        if self._cluster.role not in (Role.WORKER, Role.PS):
+            raise InvalidRequestError(f"a {self.task_type} has no server to run; serve() is for workers and ps.")
+        # TensorFlow's default is a thread for each core. With one core, a function that waits for values of another
+        # task takes the thread that would receive the values, and waits for ever. TensorFlow's tutorial also sets it:
+        # https://www.tensorflow.org/tutorials/distribute/parameter_server_training#in-process_cluster
+        threads = max(len(own_cpus()), sum(map(len, self._cluster.spec.values())) + 1)
+        self._server = tf.distribute.Server(self.cluster_spec(), job_name=self.task_type, task_index=self.task_id,
+                                            protocol=self.rpc_layer,
+                                            config=tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads))
+        self._cluster.wait_for_chief()
+
+    def wait_for_chief(self, timeout_s: float | None = None) -> bool:
+        """Wait until the chief has ended or called close(). Returns False if `timeout_s` has passed before. Sleeps.
+
+        Raises:
+            RankDiedError: The chief has died.
+            InvalidRequestError: This rank is the chief.
+        """
+        return self._cluster.wait_for_chief(timeout_s)
+
+    def close(self) -> None:
+        """On the chief: end the work, so that all other ranks can end. On other ranks: leave the cluster early.
+
+        Python calls close() at the end of the script. A second call does nothing.
+        """
+        self._cluster.close()
