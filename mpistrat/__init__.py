@@ -18,6 +18,7 @@ if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *s
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
+from . import horovod
 from .api import common, missing_names
 from .api.array_ops import (
     AsyncResult,
@@ -62,8 +63,7 @@ from .core.errors import (
 from .core.request import ReduceOp
 from .core.roles import Role
 from .core.version import __version__ as __version__
-from .horovod import imports as horovod_imports
-from .horovod.run import run
+from .horovod import run
 
 __all__ = [
     "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError",
@@ -76,4 +76,4 @@ __all__ = [
 __all__ += common.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)
-horovod_imports.install()
+horovod.install()

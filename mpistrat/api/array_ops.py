@@ -39,9 +39,8 @@ from ..core.rows import even_splits, int32_splits
 from ..gpu.arrays import GpuTensors
 from . import runtime
 from .group import Group
-from .libraries import TensorLike
 from .process_sets import ProcessSet, global_process_set, resolved
-from .tensors import Restore, Tensors, tensors_of
+from .tensors import Restore, TensorLike, Tensors, tensors_of
 
 T = TypeVar("T")
 

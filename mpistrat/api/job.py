@@ -24,7 +24,7 @@ from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
 from .group import Group
 from .lost_ranks import Losses
-from .registry import Registry
+from .process_sets import Registry
 
 if TYPE_CHECKING:
     from mpi4py import MPI

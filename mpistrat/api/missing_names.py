@@ -68,7 +68,7 @@ KERAS: Mapping[str, str] = {
 
 
 _reasons: dict[str, Mapping[str, str]] = {}  # For each imported module, the reasons by name.
-modules: set[str] = set()  # Paths of Horovod's modules, which are also attributes; see horovod/imports.py.
+modules: set[str] = set()  # Paths of Horovod's modules, which are also attributes; see mpistrat/horovod.
 
 
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:

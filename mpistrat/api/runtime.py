@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -18,25 +19,27 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
-from ..core import annotations, forked
-from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
+from ..core import annotations, forked, handle, signal_handlers
+from ..core.errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
 from ..core.handle import require_no_driver
+from ..core.request import barrier_request
 from ..core.settings import Settings, differing, horovod_warning
+from ..core.slowest import Waits
 from ..core.topology import Topology, unique_hosts
 from ..elastic import membership
 from ..gpu.nccl_claims import set_cuda_variables
-from ..process import abort, exit_code, hand_on, report, stacks
+from ..process import abort, cores, exit_code, hand_on, report, stacks
 from ..process.child_guard import require_own_place
 from ..process.launch_env import launched_rank, launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
 from ..trace import clocks
+from ..trace.status import waits
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
-from . import handshake, own_cores
+from . import handshake
 from .backends import Backends, backends_alone, backends_over
 from .group import Group
-from .interrupt import interrupt
 from .job import Job, log_step
 from .lost_ranks import Losses
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
@@ -83,6 +86,32 @@ def group_of(operation: str, process_set: int) -> Group:
     if group is None:
         raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been registered.")
     return group
+
+
+def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits:
+    """Return how long this rank waited for its collectives of a process set in a past time span. Local.
+
+    The times come from the engine's records of its last operations. `seconds` is less than the span if the records of
+    its first operations were dropped, and 0 if there are no records.
+
+    Args:
+        began_s, ended_s: The span, in seconds of `time.perf_counter`. The records have the same clock, CLOCK_MONOTONIC.
+        process_set: The id of the process set.
+    """
+    try:
+        traced = group_of("waits_between", process_set).traced
+    except MpistratError:  # After shutdown(), or the process set was removed.
+        return Waits()
+    began, ended = int(began_s * 1e9), int(ended_s * 1e9)
+    kept = traced.ring.since(0)
+    operations = [each for each in kept if began < each.delivered and each.agreed < ended]
+    if not operations:
+        return Waits()
+    if kept[0].serial:  # Earlier records were dropped.
+        began = max(began, kept[0].delivered)
+    if began >= ended:
+        return Waits()
+    return waits(operations, (), (began, ended))
 
 
 def is_initialized() -> bool:
@@ -148,7 +177,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             raise
         forked.claim(os.environ)
         _runtime = runtime
-        hand_on.begin(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
+        hand_on.begin(launched_rank(os.environ), os.environ, _interrupt_soon)
         if (member := membership.current()) is not None:
             member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
@@ -273,7 +302,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
     if rank == 0:
         _warn([*horovod_warning(os.environ), *handshake.differences(infos), *filter(None, [by_host])])
     if binds:
-        own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
+        bind_cores(topology, [info.cpus for info in infos], settings[rank].bind)
     processes = {peer: Process(*process) for peer in topology.local_ranks
                  if peer != rank and (process := infos[peer].process) is not None}
     losses = Losses(topology, own, processes, settings[rank].stopped_limit_s)
@@ -327,3 +356,101 @@ def _configure_logging(settings: Settings) -> None:
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
         logger.warning("mpistrat: %s", sentence)
+
+
+# -- the cores of this rank -------------------------------------------------------------------------------------------
+
+
+def bind_cores(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> None:
+    """Bind this rank to an equal, disjoint share of the cores that the ranks of this host may use. Local.
+
+    If the ranks of the host may use different CPUs, the launcher, the user or the start-up code of `mpistrat run` has
+    bound them, and this function only logs the CPUs. Existing threads are bound too. TensorFlow makes a thread for each
+    CPU when it runs its first operation. `cpus_of`: The CPUs that each rank may use. `wanted`: MPISTRAT_BIND.
+    """
+    local = [cpus_of[rank] for rank in range(topology.size) if topology.host_of[rank] == topology.host]
+    own = frozenset(cpus_of[topology.rank])
+    if not own or len(local) == 1:
+        return
+
+    def log(cpus: frozenset[int], why: str) -> None:
+        log_step(topology.rank, "runs on %d CPUs of %s, %s: %s", len(cpus), topology.host, why,
+                 ",".join(map(str, sorted(cpus))))
+
+    if wanted not in ("all", "cores"):
+        log(own, f"as it was started: MPISTRAT_BIND={wanted}")
+    elif any(frozenset(cpus) != own for cpus in local):
+        log(own, "as it was started")
+        if topology.rank == 0:
+            _warn_of_single_cores(local)
+    else:
+        gpus = cores.gpu_cpus() if "CUDA_VISIBLE_DEVICES" not in os.environ else []
+        chosen = cores.share(own, topology.local_rank, topology.local_size, gpus)
+        if chosen is None:
+            log(own, f"because the host has fewer cores than its {len(local)} ranks")
+            return
+        try:
+            cores.take(chosen)
+        except OSError as error:
+            log(own, f"because it cannot be bound: {error}")
+        else:
+            log(chosen, "its share")
+
+
+def _warn_of_single_cores(local: Sequence[Sequence[int]]) -> None:
+    """Warn if the launcher has bound each rank to one core of many, as Open MPI's mpirun does for two ranks."""
+    try:
+        all_cores = cores.physical_cores(os.sched_getaffinity(os.getppid()))  # The launcher's own process is not bound.
+    except OSError:
+        return
+    if len(all_cores) >= 2 * len(local) and all(len(cores.physical_cores(cpus)) == 1 for cpus in local):
+        each = len(all_cores) // len(local)
+        logger.warning(
+            "mpistrat: the launcher has bound each rank to one of %d cores, and the threads of TensorFlow with it. "
+            "Start the job with `mpistrat run`, or give mpirun `--bind-to none` (Open MPI: `--map-by slot:PE=%d`): "
+            "then each rank has %d cores.", len(all_cores), each, each)
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+# `mpistrat run` interrupts the scripts of all ranks in the same step. A script that catches KeyboardInterrupt around
+# fit may then save the model, for which all ranks may have to call the same collectives. A rank that is one step ahead
+# would deadlock: it waits in the next step, and the other ranks in the save. So after the signal, a background thread
+# of each rank enters a barrier. The engines of all ranks execute in one order, so the first operation after the barrier
+# is the same on all ranks, and interrupts the script on each of them. A rank that does not come to the barrier soon, or
+# to another operation, is interrupted at once.
+
+_LIMIT_S = 2.0  # The longest wait for the barrier.
+_LOOK_S = 0.001
+
+
+def _interrupt_soon() -> None:
+    """Send SIGINT to this process soon. Returns at once. Local; for a signal handler, in the main thread."""
+    signal_handlers.expect()
+    threading.Thread(target=_interrupt, name="mpistrat-interrupt", daemon=True).start()
+
+
+def _interrupt() -> None:
+    main, lock = threading.main_thread().ident, threading.Lock()
+    is_due, has_come = threading.Event(), threading.Event()
+
+    def come() -> None:
+        is_due.set()
+        # A main thread that drives would be interrupted inside a collective. After `expect` it does not start to drive.
+        if threading.get_ident() != main and main not in handle.drivers:
+            with lock:
+                if not has_come.is_set():
+                    has_come.set()
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        controller = (engine := current().engine).controller
+        if controller.topology.size > 1:
+            engine.submit(barrier_request("Ctrl-C"), []).when_done(
+                lambda _: setattr(controller.executor, "before_next", come))
+            is_due.wait(_LIMIT_S)
+    except MpistratError:
+        pass  # The engine has ended, or this is a second Ctrl-C.
+    while not has_come.is_set():
+        come()
+        time.sleep(_LOOK_S)

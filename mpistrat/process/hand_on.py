@@ -8,7 +8,7 @@ mpirun, and a rank that receives SIGURG sends itself SIGTERM, or SIGINT if SIGCO
 MPICH's mpiexec forwards SIGTERM and SIGINT.
 
 Python's own handler of SIGINT raises KeyboardInterrupt in the main thread at once, which may be in the middle of a
-collective. So the ranks use api/interrupt.py instead.
+collective. So the ranks use api/runtime.py instead.
 """
 
 import math

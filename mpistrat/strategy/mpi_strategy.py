@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from ..api import array_ops, basics, runtime
+from ..api import array_ops, common, runtime
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
 from ..tensorflow.bridge import names
@@ -115,7 +115,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __repr__(self) -> str:
         # TensorFlow shows this in errors, and an error with the same text on several ranks is printed once.
-        return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
+        return f"<MPIStrategy of {common.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
@@ -169,6 +169,6 @@ def _default_device() -> str:
     try:
         pin_by_default()
     except InvalidRequestError as error:
-        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
+        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", common.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
-    return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
+    return gpus[common.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from ..api import array_ops, basics, runtime
+from ..api import array_ops, common, runtime
 from ..core.errors import InvalidRequestError
 from ..tensorflow.bridge import names
 
@@ -38,7 +38,7 @@ def agreed(options: CommunicationOptions | None) -> CommunicationOptions:
         raise InvalidRequestError("communication_options differ among the ranks: "
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
-    if options.implementation == nccl and not basics.nccl_built() and basics.rank() == 0:
+    if options.implementation == nccl and not common.nccl_built() and common.rank() == 0:
         logger.warning("CommunicationOptions ask for NCCL, which is not available. MPI reduces the tensors.")
     apply_timeout(options)
     return options

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..api import basics, runtime
+from ..api import common, runtime
 from ..cluster.resolver import MPIClusterResolver
 from ..core.errors import InvalidRequestError
 from .mpi_strategy import MPIStrategy
@@ -50,7 +50,7 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
 
 def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **options: Any) -> MPIStrategy:
     runtime.init()
-    if cross_device_ops is not None and basics.rank() == 0:
+    if cross_device_ops is not None and common.rank() == 0:
         difference = _difference(cross_device_ops)
         if difference:
             logger.warning("%s", difference)
@@ -64,15 +64,15 @@ def _difference(cross_device_ops: tf.distribute.CrossDeviceOps) -> str:
         return "" if runtime.current().settings.cpu_operations != "mpi" else \
             f"{name}: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host."
     if isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
-        return "" if basics.nccl_built() else f"{name}: NCCL is not available. {in_use} reduces the tensors."
+        return "" if common.nccl_built() else f"{name}: NCCL is not available. {in_use} reduces the tensors."
     return f"{name} has no effect under MPI. {in_use} reduces the tensors, with the same results."
 
 
 def _alone(**options: Any) -> MPIStrategy:
     runtime.init()
-    if basics.size() > 1:
+    if common.size() > 1:
         raise InvalidRequestError('the strategies "one_device" and "default" are for one rank. Start the script '
-                                  f'without mpirun, or write strategy("mirrored"). Received: {basics.size()} ranks')
+                                  f'without mpirun, or write strategy("mirrored"). Received: {common.size()} ranks')
     return MPIStrategy(**options)
 
 
@@ -83,10 +83,10 @@ def _parameter_server(jobs: Mapping[str, int] | None = None,
         raise InvalidRequestError("strategy() does not start evaluators, which run another program. Use "
                                   f"MPIClusterResolver, which gives each rank its role. Received: jobs={dict(jobs)}")
     if jobs is None:
-        if basics.size() < 3:
+        if common.size() < 3:
             raise InvalidRequestError('strategy("parameter_server") needs a coordinator, a worker and a parameter '
-                                      f"server. Start 3 or more ranks (mpirun -np 3). Received: {basics.size()} ranks")
-        jobs = {"chief": 1, "worker": basics.size() - 2, "ps": 1}
+                                      f"server. Start 3 or more ranks (mpirun -np 3). Received: {common.size()} ranks")
+        jobs = {"chief": 1, "worker": common.size() - 2, "ps": 1}
     resolver = MPIClusterResolver(jobs)
     if resolver.task_type != "chief":
         resolver.serve()

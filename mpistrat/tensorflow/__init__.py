@@ -27,28 +27,34 @@ from .bridge.private_names import autograph_config as _autograph
 from .bridge.private_names import is_profiled as _is_profiled
 from .bridge.session_graph import session_graph as _session_graph
 from .compression import Compression
-from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from .objects import allgather_object as allgather_object  # type: ignore[assignment]
-from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
-from .objects import broadcast_object_fn
+from .gradients import DistributedGradientTape, PartialDistributedGradientTape
 from .ops import (
     allgather,
     allreduce,
+    alltoall,
     barrier,
     broadcast,
     broadcast_,
+    broadcast_object_fn,
     broadcast_variables,
     grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
     join,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    reducescatter,
+    size_op,
 )
+from .ops import allgather_object as allgather_object  # type: ignore[assignment]
+from .ops import broadcast_object as broadcast_object  # type: ignore[assignment]
 from .pin_gpu import init as init  # replaces api.common's, as do the two functions of objects
 from .pin_gpu import pin_gpu
-from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
-from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
-from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
-from .sessions.session_optimizer import DistributedOptimizer as _OfSessions
-from .sessions.session_optimizer import for_sessions_too as _for_sessions_too
+from .sessions import BroadcastGlobalVariablesHook, broadcast_global_variables
+from .sessions import DistributedOptimizer as _OfSessions
+from .sessions import for_sessions_too as _for_sessions_too
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
     from ..cluster.resolver import MPIClusterResolver

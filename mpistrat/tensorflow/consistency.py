@@ -18,6 +18,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -25,21 +26,58 @@ from operator import is_
 import numpy as np
 import tensorflow as tf
 
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..api.group import Group
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
-from ..core.request import allgather_request, specs_of
+from ..core.request import Max, Min, allgather_request, specs_of
 from ..core.stalls import MOST_LISTED
-from ..core.topology import rank_list
+from ..core.topology import describe_by_rank, rank_list
 from .async_op.submission import Observer
 from .bridge.sync_execution import SynchronousExecution
 from .bridge.types import Variable
-from .digests import DIGEST_BYTES, digest_of
 from .graph.cpu import to_array
+from .kerases import label_of
 
 logger = logging.getLogger(__name__)
+
+# -- digests of arrays ------------------------------------------------------------------------------------------------
+
+# The array is divided into parts of 509 * 521 words of 64 bits. Each part has two tables of sums: over the words whose
+# positions in the part are equal modulo 509, and modulo 521. These numbers are prime. So by the Chinese remainder
+# theorem two words of a part have at most one sum in common. A change of one or two words, or a swap of two words,
+# changes at least one sum. A swap of two blocks swaps many pairs of words: some sum changes, unless the block itself
+# repeats after 509 words and the distance is a multiple of 521 words, or the reverse.
+
+DIGEST_BYTES = 8
+# A table stays in the first-level cache. 64 MB take 8.8 ms, 4.6 ms with one table of 509 sums for all of them, which
+# does not see words that change places at a distance of 509. Parts of 256 KB, of 181 * 191 words, take 12 ms, since the
+# tables are hashed. Hashes without an exception take longer: a sum of products with random numbers (Lemire and Kaser,
+# "Strongly universal string hashing is fast", 2014) 13 ms, zlib's CRC 73 ms, and blake2b 210 ms.
+_PERIODS = (509, 521)
+
+
+def digest_of(array: np.ndarray) -> bytes:
+    """Eight bytes that depend on the dtype, the shape and the bits of an array of numbers."""
+    digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=DIGEST_BYTES)
+    in_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = in_bytes[:in_bytes.size // 8 * 8].view(np.uint64)
+    part = _PERIODS[0] * _PERIODS[1]
+    for start in range(0, words.size, part):
+        found = words[start:start + part]
+        if found.size < sum(_PERIODS):  # That is quicker for small arrays.
+            digest.update(found.data)
+            break
+        for period in _PERIODS:
+            rows = found.size // period
+            digest.update(np.add.reduce(found[:rows * period].reshape(rows, period), axis=0).data)
+            digest.update(found[rows * period:].data)  # nothing, but for the last part
+    digest.update(in_bytes[words.size * 8:].data)
+    return digest.digest()
+
+
+# -- the first reductions ---------------------------------------------------------------------------------------------
 
 _EXCHANGES = 3  # the reductions with which digests are sent, for the same variables
 # Tapes send them in their first reductions, and in as many after 16, 32, 64 and so on: another training may follow.
@@ -56,7 +94,7 @@ SHARD = "x, y = hvd.shard(x, y)"
 # The digests of one rank: of its gradients, and then of each variable, if they were read.
 Digests = list[bytes]
 
-_has_warned = False
+_has_warned = _has_warned_of_rounding = False  # In this process.
 _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 
@@ -349,3 +387,121 @@ def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
         if key not in _readers:
             _readers[key] = weakref.ref(variable, partial(_forget, key)), reader
     return [variable for variable in variables if _readers[id(variable)][1] == reader]
+
+
+class ReadingObserver:
+    """An observer of a collective (see submission.Observer) in the graph of a session.
+
+    A callback in a graph cannot read a variable of a session. So the weights are read before a run, by another run.
+
+    Args:
+        observer: Called with the arrays.
+        digests: Gets the digests of the variables before each run; nothing if they have no values.
+    """
+
+    def __init__(self, observer: Observer, digests: Digests, variables: Sequence[Variable]):
+        self._observer, self._digests = observer, digests
+        self._variables = list(map(weakref.ref, variables))  # They have the graph, which keeps this.
+
+    def before_run(self, session: tf.compat.v1.Session) -> None:
+        """Called before a run with the collective."""
+        self._digests.clear()
+        found = [variable for variable in (reference() for reference in self._variables) if variable is not None]
+        with suppress(tf.errors.FailedPreconditionError):  # A variable has no value yet.
+            self._digests[:] = [digest_of(np.asarray(value)) for value in session.run(found)]
+
+    def __call__(self, arrays: Sequence[np.ndarray], thread: str) -> bool:
+        return self._observer(arrays, thread)
+
+
+# -- all weights, at any time -----------------------------------------------------------------------------------------
+
+# Ranks on different processors, or with other numbers of threads, may round differently, and atomic additions of a GPU
+# have no fixed order. Differences up to this part of the largest absolute value count as rounding; in half precision
+# that is 13 units of bfloat16.
+_ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
+
+CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
+          "optimizer of the model that is not a hvd.DistributedOptimizer; code that loads or assigns weights on some "
+          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. Exempt a variable that is "
+          "local to each rank with register_local_var of the optimizer.")
+
+
+def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
+                          process_set: ProcessSet = global_process_set, suspects: str = "",
+                          causes: str = CAUSES, action: str = "abort",
+                          rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
+    """Check that all ranks have the same values. Collective. CPU tensors are not copied.
+
+    If the values differ by rounding only, the first rank logs a warning, once in this process.
+
+    Args:
+        variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
+        name: The beginning of the names of the collectives.
+        place: The time of the check, for messages: "at the end of epoch 3".
+        suspects: A sentence about probable causes in this training, for the message.
+        causes: The usual causes and their remedies, for the message.
+        action: "abort": a difference is an error. "warn": a difference is a warning of the first rank.
+        rates: Other values that must be equal, as bytes, and a function, maybe collective, that all ranks call if not.
+
+    Raises:
+        MismatchError: On every rank, if values differ and `action` is "abort", or if their number or shapes differ.
+    """
+    with SynchronousExecution():
+        arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
+    finite = process_set.group(name).finite
+    if finite is not None:
+        finite.conclude(arrays)
+    own = [digest_of(array) for array in arrays]
+    totals = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=7).digest(), "little")
+                       for each in (b"".join(own), rates[0])])
+    lowest = array_ops.allreduce(np.concatenate([totals, -totals]), op=Min, name=f"{name}/digest",
+                                 process_set=process_set)
+    has_same_weights, has_same_rates = lowest[:2] == -lowest[2:]
+    if not has_same_rates:
+        rates[1]()
+    if has_same_weights:
+        return
+    of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
+                                          process_set)
+    counts = [len(digests) for digests, _ in of_ranks]
+    if len(set(counts)) > 1:
+        raise MismatchError(f"{place} the ranks' models have different numbers of weights: {describe_by_rank(counts)}. "
+                            "Build the same model on all ranks.")
+    digests = [[b"", *digests] for digests, _ in of_ranks]
+    where = describe_differing([label_of(v) for v in variables], digests, process_set.group(name).topology.job_ranks)
+    have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
+    if have_same_shapes and all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
+                                for number in differing(digests)):
+        _warn_of_rounding(place, where, process_set)
+        return
+    problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
+        f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
+    if action == "abort" or not have_same_shapes:
+        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off switches this check off.")
+    if process_set.rank() == 0:
+        logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
+
+
+def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:
+    global _has_warned_of_rounding
+    if not _has_warned_of_rounding and process_set.rank() == 0:
+        logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
+                       "differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an operation "
+                       "on the averaged gradients adds in no fixed order. Training goes on; larger differences are an "
+                       "error.", place, where)
+    _has_warned_of_rounding = True
+
+
+def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:
+    """Whether a weight has almost the same values on all ranks. All ranks get the same result. Collective."""
+    if array.dtype.kind in "iubc":
+        return False
+    is_half = array.dtype.itemsize <= 2
+    # A value that is NaN on some ranks only is not rounding.
+    values = np.where(np.isnan(array), np.inf, array).astype(np.float32 if is_half else array.dtype)
+    lowest = array_ops.allreduce(values, op=Min, name=f"{name}/lowest", process_set=process_set)
+    highest = array_ops.allreduce(values, op=Max, name=f"{name}/highest", process_set=process_set)
+    largest = np.max(np.maximum(np.abs(lowest), np.abs(highest)))
+    tolerance = _ROUNDING_OF_HALVES if is_half else _ROUNDING
+    return bool(np.isfinite(largest) and np.max(highest - lowest) <= tolerance * largest)

@@ -20,18 +20,15 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import array_ops, missing_names, runtime
-from ..api.elastic.sampler import ElasticSampler
-from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
+from ..api.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
-from .accumulators import accumulators_among
 from .bridge.types import TensorLike, Variable
 from .compression import Compression
-from .equal_weights import require_equal_weights
+from .consistency import require_equal_weights
 from .gradients import is_local_of_any
-from .graph.buckets import reduce_list
-from .graph.reduce_spec import ReduceSpec
-from .kerases import build, variables_of
+from .graph.buckets import ReduceSpec, reduce_list
+from .kerases import accumulators_among, build, variables_of
 from .ops import broadcast_variables
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]

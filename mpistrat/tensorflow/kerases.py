@@ -5,14 +5,38 @@ Classes and attributes are compared by name, so that this module imports neither
 
 import importlib.util
 import os
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import tensorflow as tf
 
 from .bridge.types import Variable
-from .identity_set import IdentitySet
+
+T = TypeVar("T")
 
 KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
+
+
+class IdentitySet(Generic[T]):
+    """A set of objects that cannot be hashed, such as variables, compared by identity, in the order of their addition.
+
+    The set keeps its members alive, since the id of a deleted object may be reused. For one thread at a time.
+    """
+
+    def __init__(self, members: Iterable[T] = ()):
+        self._members = {id(member): member for member in members}
+
+    def add(self, member: T) -> None:
+        self._members[id(member)] = member
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._members.values())
+
+    def __contains__(self, candidate: object) -> bool:
+        return id(candidate) in self._members
 
 
 class Optimizer(Protocol):
@@ -116,6 +140,11 @@ def velocities_of(optimizer: Optimizer) -> list[Variable]:
     return [*own.get("momentums", ()), *own.get("_momentums", ()), *slots]
 
 
+def label_of(variable: Variable) -> str:
+    """The user's name of a variable: its Keras path, or its name."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+
+
 def aggregation_of(variable: Variable) -> str:
     """How the replicas of a strategy add to a variable: "sum", "mean", "only_first_replica" or "none"."""
     found = getattr(variable, "aggregation", "none")
@@ -145,3 +174,35 @@ def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
 def calls_of(optimizer: Optimizer) -> int:
     """The number of times that gradients were passed to an optimizer."""
     return int(vars(optimizer).get("_mpistrat_passes", steps_of(optimizer)))
+
+
+# -- accumulated gradients --------------------------------------------------------------------------------------------
+
+# Keras' optimizers sum gradients in these variables until an update. Each rank sums the gradients of its own rows.
+# Averaging the sums over the ranks does not change the update.
+
+_ENDING = "_gradient_accumulator"  # The ending of the name of such a variable, after the path of its weight.
+
+
+def is_accumulator(name: str) -> bool:
+    """Whether an optimizer's variable of this name sums gradients."""
+    return name.endswith(_ENDING)
+
+
+def accumulators_of(optimizer: Optimizer) -> list[Any]:
+    """The variables in which `optimizer` itself, without its inner optimizers, sums gradients; [] before it is built.
+
+    A sharded optimizer itself has no such variables: each rank sums its part of the reduced gradients.
+    """
+    if not (accumulated_passes(optimizer) and is_built(optimizer)):
+        return []
+    if is_keras2(optimizer):  # optimizer.variables does not contain them.
+        return list(optimizer._accumulated_gradients)
+    shown = IdentitySet(optimizer.variables)
+    return [variable for variable in optimizer._accumulated_gradients if variable in shown]
+
+
+def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of a weight and the variable among `variables` that sums the weight's gradients."""
+    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
+    return ((named[variable.name], variable) for variable in variables if variable.name in named)

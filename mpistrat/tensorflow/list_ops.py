@@ -24,9 +24,8 @@ from .bridge.tf_errors import as_tf_error
 from .bridge.types import Reducible, Tensor
 from .compression import Compressed, Compression, Compressor
 from .graph import cpu
-from .graph.buckets import reduce_list
+from .graph.buckets import ReduceSpec, reduce_list
 from .graph.differentiable import Gradient, with_gradient
-from .graph.reduce_spec import ReduceSpec
 from .xla import context as xla
 
 

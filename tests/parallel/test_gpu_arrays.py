@@ -19,7 +19,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu, runtime
+from mpistrat.api import own_gpu, runtime, tensors
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.copy.copy_plan import CopyJob
@@ -135,7 +135,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
         patch.setattr(own_gpu, "make_device", lambda number: found.device)
-        patch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+        patch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     mpistrat.init()
     yield found
     mpistrat.shutdown()
@@ -380,7 +380,7 @@ def overlapping(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterat
     def begin(operations: str) -> tuple[StandIn, list[Any], list[Any]]:
         monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
         monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-        monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+        monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
         monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
             world.group.Incl(connecting[-1].ranks)))
         mpistrat.shutdown()
@@ -466,7 +466,7 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     found = StandIn(rank)
     monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
     monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     if rank == 0:
         monkeypatch.setattr(gpu_executor, "check_waiting", fail)
     mpistrat.shutdown()
@@ -489,7 +489,7 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
                                                               caplog: pytest.LogCaptureFixture) -> None:
     found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
     monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
 
     def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any, *lost: int) -> None:
         copy(self, table, blocks, job, stream, *lost)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api import own_gpu
+from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench.cases import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
@@ -57,7 +58,7 @@ class StandIn:
         make: Any = gpu_stand_in.Device
         self.name = "stand-in, no GPU"
         own_gpu.make_device = lambda number: make(seed=mpistrat.rank())
-        libraries.KINDS["tests"] = libraries.Cupy()
+        KINDS["tests"] = Cupy()
 
     @property
     def device(self) -> Any:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api import own_gpu
+from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench.cases import resnet50
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.arrays import GpuArray
@@ -245,7 +246,7 @@ def main() -> None:
     """Measure on one rank."""
     make: Any = Device
     own_gpu.make_device = lambda number: make()
-    libraries.KINDS["__main__"] = libraries.Cupy()
+    KINDS["__main__"] = Cupy()
     gpu_executor.check_waiting = lambda device, buffer: None
     os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.
     mpistrat.init()

@@ -46,7 +46,7 @@ ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, imported module): mpistrat.tensorflow has DistributedOptimizer, as in Horovod,
 # and MPIStrategy; the slices of a tape may go to an optimizer of Keras. Each is allowed inside of a function, which
 # runs after the import of the modules, or for type checkers.
-UPWARDS = {("tensorflow", "keras"), ("tensorflow", "strategy"), ("tensorflow.gradient_tape", "keras.bridge.patches")}
+UPWARDS = {("tensorflow", "keras"), ("tensorflow", "strategy"), ("tensorflow.gradients", "keras.bridge.patches")}
 MOST_UPWARDS = 3  # It may only become less.
 MOST_FLOORS = 10
 # The rooms of a package are its directories, "" its own modules and "__init__" the module of its name, from the lowest
@@ -54,8 +54,7 @@ MOST_FLOORS = 10
 ROOMS: dict[str, tuple[str, ...]] = {
     "transport": ("", "shm", "mpi", "hierarchical"),
     "gpu": ("copy", ""),
-    "api": ("", "elastic"),
-    "tensorflow": ("bridge", "xla", "async_op", "graph", "", "sessions", "__init__"),
+    "tensorflow": ("bridge", "xla", "async_op", "graph", "", "__init__"),
     "keras": ("bridge", "", "fit", "sharded", "keras2", "optimizers", "__init__", "tensorflow.keras"),
     "strategy": ("", "keras", "__init__"),
     "cli": ("startup", "stderr", "", "bench", "doctor", "timeline", "top"),
@@ -81,8 +80,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "elastic.commits": {"msgpack", "numpy", "ml_dtypes"},
     "gpu.copy.compiler": {"cupy"}, "gpu.nccl_library": {"cupy"},
-    "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.array_ops": {"numpy", "cloudpickle"},
+    "api.runtime": {"numpy", "nvtx"}, "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.probe": {"mpi4py", "cupy"}, "cli.doctor": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},

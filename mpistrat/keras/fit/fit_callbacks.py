@@ -19,8 +19,8 @@ import tensorflow as tf
 
 from ...api import array_ops, runtime
 from ...api.process_sets import global_process_set
+from ...api.runtime import waits_between
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
-from ...api.waits import waits_between
 from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer

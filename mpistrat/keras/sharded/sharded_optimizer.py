@@ -16,8 +16,8 @@ from keras.optimizers import Optimizer
 from ...core.errors import InvalidRequestError
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
+from ...tensorflow.gradients import indices_of
 from ...tensorflow.kerases import is_keras2, steps_of
-from ...tensorflow.overwritten import indices_of
 from ..bridge.nested_optimizers import passes_on, states_in
 from ..bridge.patches import Function, replaces
 from ..bridge.private_names import legacy_h5_format

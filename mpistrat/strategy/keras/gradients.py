@@ -24,10 +24,9 @@ from ...keras.bridge.rates import rates_of, require_equal_rates
 from ...keras.bridge.training import StrategyTraining
 from ...tensorflow.bridge.names import OptimizerName, eager
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
-from ...tensorflow.consistency import FirstSteps
-from ...tensorflow.equal_weights import require_equal_weights
+from ...tensorflow.consistency import FirstSteps, require_equal_weights
 from ...tensorflow.gradients import GradientOptions, GradientReducer, reduce_gradients
-from ...tensorflow.graph.reduce_spec import ReduceSpec
+from ...tensorflow.graph.buckets import ReduceSpec
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 

@@ -25,7 +25,7 @@ from ...keras.sharded.optimizer_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.bridge.types import OptionalGradient
-from ...tensorflow.overwritten import indices_of
+from ...tensorflow.gradients import indices_of
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 from .gradients import RowReducer, compare_in_loop, scaled

@@ -31,7 +31,7 @@ from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Structure, TensorLike
-from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import IdentitySet
 from ...tensorflow.xla import context as xla
 from ..input import rows_in_order, takes_from_generator
 from ..mpi_strategy import MPIStrategy
