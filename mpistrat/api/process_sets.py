@@ -17,8 +17,7 @@ from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from ..transport.mpi import mpi_library
-from .backends import backends_alone, backends_over
-from .group import Group
+from .group import Group, backends_over
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -269,7 +268,7 @@ class Registry:
 
         Raises InvalidRequestError: On all ranks that call it, if other ranks wait in join() and so send no value.
         """
-        received = [json.loads(text) for text in self._world.allgather_bytes(json.dumps(value).encode(), name)]
+        received = [json.loads(text) for text in self._world.exchange(json.dumps(value).encode(), name)[0]]
         if len(received) < self._world.topology.size:
             raise InvalidRequestError("process sets cannot change while some ranks wait in join(). Add or remove "
                                       "them before the first rank calls join(), or after the last.")
@@ -314,7 +313,7 @@ class Registry:
                 logger.debug("rank %d: a process set failed", self._world.topology.rank, exc_info=True)
                 problem = str(error) if isinstance(error, MpistratError) else repr(error)
             problems = ranks_by_value(
-                text.decode() for text in self._world.allgather_bytes(problem.encode(), "add_process_set"))
+                text.decode() for text in self._world.exchange(problem.encode(), "add_process_set")[0])
             problems.pop("", None)
             if problems:
                 if group is not None:
@@ -329,11 +328,10 @@ class Registry:
 
     def _connect(self, ranks: Ranks) -> Group:
         """Return this rank's group for a set. Collective over the ranks of the set."""
-        topology, world = self._world.topology.subset(ranks), self._world.comm
-        if len(ranks) == 1:
-            return Group(self._settings, topology, backends_alone(self._settings), None, self._interruption)
-        assert world is not None  # Several ranks have been connected over MPI.
-        comm = mpi_library.subset(world, ranks)
+        topology, world, comm = self._world.topology.subset(ranks), self._world.comm, None
+        if len(ranks) > 1:
+            assert world is not None  # Several ranks have been connected over MPI.
+            comm = mpi_library.subset(world, ranks)
         backends = backends_over(comm, topology, self._settings, self._interruption)
         return Group(self._settings, topology, backends, comm, self._interruption)
 

@@ -38,10 +38,8 @@ from ..trace.status import waits
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
 from . import handshake
-from .backends import Backends, backends_alone, backends_over
-from .group import Group
-from .job import Job, log_step
-from .lost_ranks import Losses
+from .group import Group, backends_over
+from .job import Job, Losses, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -260,7 +258,7 @@ def _init_alone() -> Job:
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
     topology = Topology(0, (platform.node(),))
-    return _started(settings, topology, backends_alone(settings), None, Losses(topology))
+    return _started(settings, topology, None, Losses(topology))
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Job:
@@ -310,17 +308,15 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
         losses.interruption.progress = mpi_library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].probe_s, settings[rank].lost_after_s)
-        backends = backends_over(own, topology, own_settings, losses.interruption)
-        return _started(own_settings, topology, backends, own, losses)
+        return _started(own_settings, topology, own, losses)
     except BaseException:
         losses.stop()
         raise
 
 
-def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-             losses: Losses) -> Job:
+def _started(settings: Settings, topology: Topology, comm: "MPI.Intracomm | None", losses: Losses) -> Job:
     """Start the engine, and the tracer unless it is off. Collective over `comm`; None: this is the only rank."""
-    tracer = None
+    backends, tracer = backends_over(comm, topology, settings, losses.interruption), None
     if settings.is_recorded:
         offsets = {} if comm is None else clocks.measure(comm)
         # Not for several jobs under one mpirun, nor after a loss of ranks: rank numbers then differ from mpirun's.

@@ -8,7 +8,7 @@ One rank, the centre, listens. Each other rank has a connection to the centre, w
 - A *host is lost* if it is down, or if the link to it is cut: its kernel does not answer the probes of this kernel. A
   kernel answers for a process that is stopped or holds the interpreter's lock, so such a process is not lost.
 
-Used for other hosts of a job (api/lost_ranks.py), and for all ranks of clusters with parameter servers
+Used for other hosts of a job (api/job.py), and for all ranks of clusters with parameter servers
 (cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit.
 """
 

@@ -1,23 +1,23 @@
-"""Checks of the first reductions of gradients: the ranks train the same weights, and not all on the same data.
+"""Checks that the ranks train the same weights, and not all on the same data; and for MPIStrategy, the same datasets.
 
-With each of the first reductions a rank sends digests of its weights and of its local gradients, without waiting for
-the digests of the other ranks. The digests have arrived when a later reduction begins, because each rank sends digests
-before gradients. Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank
-sends digests depends only on the number of reductions, which is the same on all ranks.
+FirstSteps checks the first reductions of gradients, for the reducers of gradients, the callbacks and fit. With each of
+these reductions a rank sends digests of its weights and of its local gradients, without waiting for the digests of the
+other ranks. The digests have arrived when a later reduction begins, because each rank sends digests before gradients.
+Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank sends digests
+depends only on the number of reductions, which is the same on all ranks.
 
 - Weights that differ are an error before the third step. A difference before the first step is no error: models without
   an Input layer, and loops as in Horovod's examples, broadcast after the first step.
 - Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same, or
   that a tape has reduced the gradients before an optimizer does. The rank warns, unless other gradients differ: the
   generator of a GAN may get the same noise on all ranks, and its discriminator other images.
-
-Called by the gradient reducers, the callbacks and fit.
 """
 
 import hashlib
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
 from ..core.request import Max, Min, allgather_request, specs_of
+from ..core.rows import places_of_sample
 from ..core.stalls import MOST_LISTED
 from ..core.topology import describe_by_rank, rank_list
 from .async_op.submission import Observer
@@ -182,9 +183,11 @@ class FirstSteps:
         if may_read and (not earlier or (len(earlier) == 1 and differing(self._received(earlier[0])))):
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += self.digests_of(found) if len(found) == len(variables) else []
-        name = f"{self._name}/{self._count}"
-        rows = [index.to_bytes(DIGEST_BYTES, "little"), *digests]
-        self._exchanges.append(_Exchange(index, labels, _send(self._group, name, rows)))
+        head = self._group.topology.rank.to_bytes(_RANK_BYTES, "little")
+        rows = np.frombuffer(b"".join(head + row for row in (index.to_bytes(DIGEST_BYTES, "little"), *digests)),
+                             np.uint8).reshape(1 + len(digests), -1)
+        handle = self._group.engine.submit(allgather_request(f"{self._name}/{self._count}", specs_of([rows])), [rows])
+        self._exchanges.append(_Exchange(index, labels, handle))
         self._count += 1
         return True
 
@@ -334,13 +337,6 @@ def by_rank(rows: np.ndarray) -> list[Digests]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _send(group: Group, name: str, digests: Digests) -> Handle:
-    """Begin to gather the digests of all ranks. Collective; returns at once."""
-    head = group.topology.rank.to_bytes(_RANK_BYTES, "little")
-    rows = np.frombuffer(b"".join(head + digest for digest in digests), np.uint8).reshape(len(digests), -1)
-    return group.engine.submit(allgather_request(name, specs_of([rows])), [rows])
-
-
 def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
     says_something = any(np.any(g) for g in gradients) and all(np.all(np.isfinite(g)) for g in gradients)
     if not says_something:
@@ -373,10 +369,6 @@ def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
 _readers: dict[int, tuple["weakref.ref[Variable]", str]] = {}
 
 
-def _forget(key: int, _: object) -> None:
-    _readers.pop(key, None)
-
-
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
     """The variables of this list that only the reducer `reader` reads in a graph. Local.
 
@@ -385,7 +377,8 @@ def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
     for variable in variables:
         key = id(variable)
         if key not in _readers:
-            _readers[key] = weakref.ref(variable, partial(_forget, key)), reader
+            # Called when the variable is deleted: _readers.pop(key, the reference).
+            _readers[key] = weakref.ref(variable, partial(_readers.pop, key)), reader
     return [variable for variable in variables if _readers[id(variable)][1] == reader]
 
 
@@ -447,6 +440,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     Raises:
         MismatchError: On every rank, if values differ and `action` is "abort", or if their number or shapes differ.
     """
+    global _has_warned_of_rounding
     with SynchronousExecution():
         arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
     finite = process_set.group(name).finite
@@ -473,7 +467,12 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
     if have_same_shapes and all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
                                 for number in differing(digests)):
-        _warn_of_rounding(place, where, process_set)
+        if not _has_warned_of_rounding and process_set.rank() == 0:
+            logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs "
+                           "round differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an "
+                           "operation on the averaged gradients adds in no fixed order. Training goes on; larger "
+                           "differences are an error.", place, where)
+        _has_warned_of_rounding = True
         return
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
         f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
@@ -481,16 +480,6 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off switches this check off.")
     if process_set.rank() == 0:
         logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
-
-
-def _warn_of_rounding(place: str, where: str, process_set: ProcessSet) -> None:
-    global _has_warned_of_rounding
-    if not _has_warned_of_rounding and process_set.rank() == 0:
-        logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs round "
-                       "differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an operation "
-                       "on the averaged gradients adds in no fixed order. Training goes on; larger differences are an "
-                       "error.", place, where)
-    _has_warned_of_rounding = True
 
 
 def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:
@@ -505,3 +494,61 @@ def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) 
     largest = np.max(np.maximum(np.abs(lowest), np.abs(highest)))
     tolerance = _ROUNDING_OF_HALVES if is_half else _ROUNDING
     return bool(np.isfinite(largest) and np.max(highest - lowest) <= tolerance * largest)
+
+
+# -- whether the datasets of all ranks are made of the same data ------------------------------------------------------
+
+# MPIStrategy shards a dataset, so all ranks must have the same. Datasets are compared by the arguments of their
+# transformations: arrays, shards, counts and seeds. No element is read. The results of generators and of Python
+# functions are not compared. Local; the caller exchanges the arguments.
+
+ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
+          "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
+          "slices by rank; batch(...) is the size of the global batch. If each rank must read different data, use "
+          "strategy.distribute_datasets_from_function.")
+# The arguments of some datasets: shard, take and skip, repeat, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+
+
+def sources_of(dataset: tf.data.Dataset) -> list[str]:
+    """The arguments that a dataset and its inputs were made with, in an order that the program determines."""
+    numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
+               if hasattr(getattr(dataset, name, None), "numpy")]
+    arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
+    own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
+           f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
+           f"arrays of {_described(arrays)}" if arrays else ""]
+    return [each for each in own if each] + [each for other in dataset._inputs() for each in sources_of(other)]
+
+
+def difference(of_ranks: Sequence[Sequence[str]]) -> str:
+    """The first difference between the sources of the ranks; "" if there is none."""
+    for values in itertools.zip_longest(*of_ranks, fillvalue="nothing more"):
+        if len(set(values)) > 1:
+            return describe_by_rank(values)
+    return ""
+
+
+def _described(arrays: Iterable[tf.Tensor]) -> str:
+    """The shapes of arrays, and a digest of rows at equal distances."""
+    digest = hashlib.blake2b(digest_size=4)
+    for array in arrays:
+        for part in _bytes_of(array):
+            digest.update(part)
+    return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, checksum of the rows {digest.hexdigest()}"
+
+
+def _bytes_of(array: tf.Tensor) -> Iterator[bytes]:
+    if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
+        return
+    rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
+    if array.dtype == tf.string:
+        yield from np.ravel(np.asarray(rows, dtype=object)).tolist()
+    else:
+        yield np.ascontiguousarray(rows).tobytes()
+
+
+def some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
+    itemsize = array.itemsize if isinstance(array, np.ndarray) else max(array.dtype.size, 1)
+    places = places_of_sample(len(array), int(np.prod(array.shape[1:])) * itemsize)
+    return array[places] if isinstance(array, np.ndarray) else tf.gather(array, places).numpy()

@@ -214,7 +214,7 @@ def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
-@pytest.mark.parametrize("failing", ["backends_alone", "Group"])
+@pytest.mark.parametrize("failing", ["backends_over", "Group"])
 def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_changes_nothing(
         failing: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 fails at the second of two sets, where other ranks do not. The ranks of the first are connected then."""
@@ -225,7 +225,7 @@ def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_change
             raise OSError("no room for the set")
         return original(*args)
 
-    second = range(1) if failing == "backends_alone" else range(max(1, size - 1))
+    second = range(1) if failing == "backends_over" else range(max(1, size - 1))
     sets = [mpistrat.ProcessSet(range(1, size)), mpistrat.ProcessSet(second)]
     with monkeypatch.context() as patch, pytest.raises(
             MpistratError, match=r"^ranks \[0\] cannot connect the process set \[0.*\]: OSError\('no room for"):

@@ -26,8 +26,8 @@ from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
 from ...tensorflow.bridge.names import eager
+from ...tensorflow.consistency import some_rows
 from ...tensorflow.kerases import is_keras2, is_of_keras
-from ...tensorflow.same_data import some_rows
 from .. import xla
 from ..bridge.adapted import layers_of_inputs
 from ..bridge.elastic_fit import Elastic, run_fit

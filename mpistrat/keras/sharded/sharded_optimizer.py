@@ -79,7 +79,7 @@ class Sharded:
                                           f"that a gradient overwrites (float8). {_INSTEAD}")
             is_split = own.owner is None and is_element_wise(original_class(type(self)))
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
-            own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
+            own.whole = WholeState(own.parts, steps_of(self))
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:
