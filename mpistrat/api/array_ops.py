@@ -41,6 +41,13 @@ from . import runtime
 from .process_sets import ProcessSet, global_process_set, resolved
 from .tensors import Restore, TensorLike, tensors_of
 
+# The names that mpistrat exports; allgather_object and broadcast_object are exported by common.
+__all__ = [
+    "AsyncResult", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",
+    "join", "reducescatter", "reducescatter_async",
+]
+
 T = TypeVar("T")
 
 _FIRST: Callable[[list[Any]], Any] = itemgetter(0)
