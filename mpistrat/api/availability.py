@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..core.errors import MpistratError
 from ..core.install import pip_extra
 from ..transport.mpi import mpi_library
-from .own_gpu import why_no_cupy
+from .tensors import why_no_cupy
 
 
 @dataclass(frozen=True)

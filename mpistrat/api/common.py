@@ -16,10 +16,10 @@ from ..core.roles import cluster_spec as _cluster_spec
 from ..transport.mpi import mpi_library
 from . import runtime
 from .array_ops import allgather_object, broadcast_object
-from .own_gpu import why_no_cupy
 from .process_sets import ProcessSet, global_process_set
 from .runtime import init, is_initialized, shutdown
 from .sharding import shard
+from .tensors import why_no_cupy
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather_object",

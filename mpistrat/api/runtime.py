@@ -6,6 +6,9 @@ may call the functions of this module; a lock makes init() and shutdown() exclud
 
 import atexit
 import dataclasses
+import hashlib
+import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -14,22 +17,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
 from ..core import annotations, forked, handle, signal_handlers
 from ..core.errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
 from ..core.handle import require_no_driver
+from ..core.install import pip_extra
 from ..core.request import barrier_request
 from ..core.settings import Settings, differing, horovod_warning
 from ..core.slowest import Waits
-from ..core.topology import Topology, unique_hosts
+from ..core.topology import Topology, describe_by_rank, rank_list, ranks_by_value, unique_hosts
+from ..core.version import __version__
 from ..elastic import membership
 from ..gpu.nccl_claims import set_cuda_variables
-from ..process import abort, cores, exit_code, hand_on, report, stacks
+from ..process import abort, cores, exit_code, hand_on, procfs, report, stacks
 from ..process.child_guard import require_own_place
+from ..process.cores import own_cpus
 from ..process.launch_env import launched_rank, launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here
 from ..process.procfs import Process
@@ -37,7 +46,6 @@ from ..trace import clocks
 from ..trace.status import waits
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
-from . import handshake
 from .group import Group, backends_over
 from .job import Job, Losses, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
@@ -240,8 +248,7 @@ def _start_watch() -> None:
         is_disabled = Settings.from_env(os.environ).launcher_check_disable
     except SettingsError:
         is_disabled = False  # init() raises this error on all ranks, after the handshake.
-    launcher = None if is_disabled else launcher_here(os.environ)
-    if launcher is not None:
+    if not is_disabled and (launcher := launcher_here(os.environ)) is not None:
         _watch = LauncherWatch(launcher)
 
 
@@ -253,11 +260,10 @@ def _stop_watch() -> None:
 
 
 def _init_alone() -> Job:
-    settings = Settings.from_env(os.environ)
+    settings, topology = Settings.from_env(os.environ), Topology(0, (platform.node(),))
     _configure_logging(settings)
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    topology = Topology(0, (platform.node(),))
     return _started(settings, topology, None, Losses(topology))
 
 
@@ -281,24 +287,20 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
     Args:
         own: The communicator, which only the Job may use.
         binds: Whether to bind each rank of a host to a share of the cores.
-        hosts: The host of each rank, if known; see handshake.exchange_info.
+        hosts: The host of each rank, if known; see exchange_info.
     """
     rank = own.Get_rank()
-    infos = handshake.exchange_info(mpi_library.load_mpi(), own, hosts)
-    problem = handshake.problems(infos)
-    if problem:
-        raise SettingsError(problem)
+    infos = exchange_info(mpi_library.load_mpi(), own, hosts)
     settings = [info.settings for info in infos if info.settings is not None]
-    different = differing(settings)
-    if different:
-        raise SettingsError(" ".join(different))
+    if problem := problems(infos) or " ".join(differing(settings)):
+        raise SettingsError(problem)
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
     set_cuda_variables(os.environ, settings[rank].nccl_streams)
-    by_host = handshake.without_cupy(infos) if settings[rank].gpu_operations == "auto" else ""
+    by_host = without_cupy(infos) if settings[rank].gpu_operations == "auto" else ""
     own_settings = dataclasses.replace(settings[rank], gpu_operations="host") if by_host else settings[rank]
     if rank == 0:
-        _warn([*horovod_warning(os.environ), *handshake.differences(infos), *filter(None, [by_host])])
+        _warn([*horovod_warning(os.environ), *differences(infos), *filter(None, [by_host])])
     if binds:
         bind_cores(topology, [info.cpus for info in infos], settings[rank].bind)
     processes = {peer: Process(*process) for peer in topology.local_ranks
@@ -352,6 +354,116 @@ def _configure_logging(settings: Settings) -> None:
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
         logger.warning("mpistrat: %s", sentence)
+
+
+# -- the handshake of init(): ranks exchange host, settings and versions, and report differences ----------------------
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The facts that a rank sends to all other ranks in init()."""
+
+    host: str
+    memory_group: int  # The lowest rank that shares memory with this rank.
+    settings: Settings | None  # The settings of the rank; None if they are not valid.
+    problem: str  # The error in the settings, or "".
+    # The versions of Python and of packages, by name; "none" for a package that is not installed.
+    versions: dict[str, str]
+    script: str  # A digest of the script.
+    cpus: list[int]  # The CPUs that the rank may use.
+    # The process of the rank, as the first four fields of procfs.Process; None if /proc does not show it.
+    process: tuple[int, int, int, int] | None
+
+
+def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`. Raises the errors of from_texts.
+
+    `hosts`: The host of each rank, if known. Ranks that share memory have equal hosts.
+    """
+    if hosts:
+        memory_group = hosts.index(hosts[comm.Get_rank()])
+    else:
+        shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        memory_group = shared.bcast(comm.Get_rank())
+        shared.Free()
+    settings, problem = None, ""
+    try:
+        settings = Settings.from_env(os.environ)
+    except SettingsError as error:
+        problem = str(error)
+    process = procfs.find(os.getpid())
+    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(), sorted(own_cpus()),
+                   None if process is None else (process.pid, process.started, process.parent, process.group))
+    return from_texts(comm.allgather(to_text(own)))
+
+
+def to_text(info: RankInfo) -> str:
+    return json.dumps(dataclasses.asdict(info))
+
+
+def from_texts(texts: Sequence[str]) -> list[RankInfo]:
+    """Decode the results of to_text of all ranks, in rank order.
+
+    Raises SettingsError: On all ranks, if they have different versions of mpistrat. The text names the versions.
+    """
+    received = [json.loads(text) for text in texts]
+    versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
+    if len(set(versions)) > 1:
+        raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
+                            f"{describe_by_rank(versions)}. Install the same version on all hosts.")
+    return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
+            for each in received]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that should be the same on all ranks, by name."""
+    found = {"Python": platform.python_version(), "mpistrat": __version__}
+    # cupy has a package for each version of CUDA.
+    for name, *packages in (("tensorflow",), ("tensorflow-cpu",), ("keras",), ("numpy",),
+                            ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")):
+        found[name] = "none"
+        for package in packages or (name,):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
+
+
+def script_digest() -> str:
+    """Return the SHA-256 of the script that Python was started with, or "no file"."""
+    try:
+        with open(_script(), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return "no file"
+
+
+def _script() -> str:
+    """Return the path of the script that Python was started with; "" if a program that embeds Python gave none."""
+    return sys.argv[0] if sys.argv else ""
+
+
+def problems(infos: Sequence[RankInfo]) -> str:
+    """Return the errors in the ranks' settings, one text for all ranks with the same error; "" if there are none."""
+    ranks = ranks_by_value(info.problem for info in infos)
+    ranks.pop("", None)
+    return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
+                    for problem, where in ranks.items())
+
+
+def differences(infos: Sequence[RankInfo]) -> list[str]:
+    """Return a sentence for each version that differs among the ranks, and one if the script differs."""
+    subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
+    subjects[f"content of the script {_script()}"] = [info.script[:12] for info in infos]
+    return [f"The ranks differ in the {subject}: {describe_by_rank(values)}" for subject, values in subjects.items()
+            if len(set(values)) > 1]
+
+
+def without_cupy(infos: Sequence[RankInfo]) -> str:
+    """Return a warning if some ranks have cupy and others do not, so that all reduce GPU tensors on the host; or ""."""
+    lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
+    return "" if len(lacking) in (0, len(infos)) else (
+        f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "
+        "reduced there on all ranks.")
 
 
 # -- the cores of this rank -------------------------------------------------------------------------------------------

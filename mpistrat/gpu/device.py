@@ -2,7 +2,7 @@
 
 This module and the two that it imports (copy/compiler.py, nccl_library.py) are the only ones that call cupy. It
 implements the Protocols of `arrays` and `nccl_types`, so all other modules run with a stand-in in tests. Importing it
-fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use a Device.
+fails where cupy is missing; api.tensors.make_device names the remedy. Any thread may use a Device.
 """
 
 import math

@@ -157,7 +157,9 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
         Exception: `error`, if that is not None.
         OSError, CollectiveError: Another rank had an error.
     """
-    own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
+    described = None if error is None else (
+        getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}")
+    own = FileStatus(path, described, _stamp(path) if path else None, value)
     try:
         statuses = array_ops.allgather_object(own, name or names.eager("strategy/files"), process_set)
     except ShutdownError:
@@ -173,14 +175,6 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
             text = f"rank {rank}: {text}"
             raise (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
     return statuses
-
-
-
-
-def _description(error: Exception | None) -> tuple[int | None, bool, str] | None:
-    if error is None:
-        return None
-    return getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}"
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

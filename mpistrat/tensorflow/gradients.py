@@ -16,7 +16,7 @@ import tensorflow as tf
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..api.runtime import waits_between
 from ..core.errors import InvalidRequestError, MissingDependencyError, MpistratError
-from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum, resolve_op
+from ..core.request import Average, Max, Min, ReduceOp, ScaledOp, Sum, resolve_op
 from ..process import step_timer
 from ..process.step_timer import StepTimer
 from . import consistency
@@ -32,7 +32,7 @@ from .consistency import FirstSteps, ReadingObserver
 from .graph.buckets import ReduceSpec
 from .graph.cpu import to_array
 from .kerases import IdentitySet, label_of
-from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
+from .list_ops import number_of, place_in, reduce_dense, reduce_tensors
 from .xla import context as xla
 
 logger = logging.getLogger(__name__)
@@ -252,7 +252,8 @@ class GradientReducer:
         if not self.process_set.has_others():
             return value
         number = number_of(self.process_set, self.name)
-        return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
+        spec = ReduceSpec(names.of(f"{self.name}/{purpose}", number), ScaledOp(Min), process_set=number)
+        return tf.cast(reduce_dense([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
     def sum(self, values: tf.Tensor, purpose: str) -> tf.Tensor:
         """Return the sum of a tensor over the ranks of the process set. Collective."""
@@ -371,18 +372,14 @@ def indices_of(variables: Sequence[Variable]) -> list[int]:
 
 # -- steps of mpistrat run --efficiency -------------------------------------------------------------------------------
 
-# See process/step_timer.py. The optimizers, the tape and the strategy count a step where they average gradients, with
-# one rank too. In fit, fit counts the steps.
+# The optimizers, the tape and the strategy count a step where they average gradients, with one rank too; see
+# process/step_timer.py.
 
 
 def count_step(is_global: bool) -> None:
     """Count a step now, or in a graph each time the graph runs. Does nothing without `--efficiency` or in fit. Local.
 
-    Args:
-        is_global: Whether the script's batches are those of all ranks together.
-
-    Raises:
-        InvalidRequestError: In the graph of a session, or in a function that XLA compiles.
+    `is_global`: Whether the script's batches are those of all ranks together.
     """
     timer = step_timer.current()
     if timer is None or timer.is_in_fit:

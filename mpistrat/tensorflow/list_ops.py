@@ -15,7 +15,7 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from .async_op import call_site
 from .async_op.submission import Observer
@@ -138,12 +138,6 @@ class ReduceGradient(Gradient):
         return reduce_dense(upstream, ReduceSpec(
             of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
             process_set=self.process_set, may_wait=self.may_wait, wire_dtype=self.wire_dtype, has_gradient=True))
-
-
-def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
-    """Return whether a boolean scalar is true on every rank. Collective."""
-    spec = ReduceSpec(name, ScaledOp(Min), process_set=process_set)
-    return tf.cast(reduce_list([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlices:

@@ -19,7 +19,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.api import own_gpu, runtime, tensors
+from mpistrat.api import runtime, tensors
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.copy.copy_plan import CopyJob
@@ -134,7 +134,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     patch.setenv("MPISTRAT_DISABLE", "stream_order" if completion else "none")
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
-        patch.setattr(own_gpu, "make_device", lambda number: found.device)
+        patch.setattr(tensors, "make_device", lambda number: found.device)
         patch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     mpistrat.init()
     yield found
@@ -349,7 +349,7 @@ def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
     mpistrat.allreduce(array)
     other = array.__dlpack_device__()[1] + 1
     with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
-        own_gpu.this_ranks_gpu(other)
+        tensors.this_ranks_gpu(other)
 
 
 def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,
@@ -379,7 +379,7 @@ def overlapping(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     def begin(operations: str) -> tuple[StandIn, list[Any], list[Any]]:
         monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
-        monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+        monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
         monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
         monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
             world.group.Incl(connecting[-1].ranks)))
@@ -465,7 +465,7 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
 
     found = StandIn(rank)
     monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
     monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     if rank == 0:
         monkeypatch.setattr(gpu_executor, "check_waiting", fail)
@@ -488,7 +488,7 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
                                                               monkeypatch: pytest.MonkeyPatch,
                                                               caplog: pytest.LogCaptureFixture) -> None:
     found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
+    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
     monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
 
     def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any, *lost: int) -> None:

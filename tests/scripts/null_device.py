@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import own_gpu
+from mpistrat.api import tensors as gpu_tensors
 from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench.cases import resnet50
 from mpistrat.gpu import gpu_executor
@@ -245,7 +245,7 @@ def tensors() -> None:
 def main() -> None:
     """Measure on one rank."""
     make: Any = Device
-    own_gpu.make_device = lambda number: make()
+    gpu_tensors.make_device = lambda number: make()
     KINDS["__main__"] = Cupy()
     gpu_executor.check_waiting = lambda device, buffer: None
     os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.

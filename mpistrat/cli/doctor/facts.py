@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...api import handshake
+from ...api.runtime import versions
 from ...process.cores import own_cpus, physical_cores
 
 SHARED_MEMORY = "/dev/shm"
@@ -65,7 +65,7 @@ def collect(rank: int = 0) -> Facts:
     most_files, most_locked = (_limit(which) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     resolve_s, resolve_problem = resolving(host)
     return Facts(
-        rank=rank, host=host, versions=handshake.versions(), cores=len(physical_cores(own_cpus())), quota=quota,
+        rank=rank, host=host, versions=versions(), cores=len(physical_cores(own_cpus())), quota=quota,
         load=os.getloadavg()[1], memory=available if memory_left is None else min(available, memory_left),
         swapped=1 - meminfo.get("SwapFree", 0) / swap if swap else 0.0, shm=free_bytes(SHARED_MEMORY),
         files=None if most_files is None else most_files - opened, locked=most_locked,

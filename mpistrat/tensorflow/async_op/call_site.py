@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, host_copies_of
+from ...api.tensors import go_by_host, host_copies_of
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
@@ -141,7 +141,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
         process_set: The id of the process set, which `make_request` sets too.
 
     Raises:
-        As `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+        As `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...api.own_gpu import host_copies_of, this_ranks_gpu
+from ...api.tensors import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
 from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
 from ..bridge.gpu_device import has_gpu
@@ -30,7 +30,7 @@ def is_used() -> bool:
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
-    """The GPU that runs a program, and XLA's stream. Raises as api.own_gpu.this_ranks_gpu."""
+    """The GPU that runs a program, and XLA's stream. Raises as api.tensors.this_ranks_gpu."""
     device = this_ranks_gpu(call.device_number())
     return device, device.stream_at(call.stream())
 
