@@ -6,10 +6,12 @@ functions of this module, after init(). All are local, except add_process_set an
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ..core import forked
-from ..core.errors import MissingDependencyError
+from ..core.errors import MissingDependencyError, MpistratError
+from ..core.install import pip_extra
 from ..core.request import Adasum, Average, Max, Min, Product, Sum
 from ..core.roles import Role, assign_roles
 from ..core.roles import cluster_spec as _cluster_spec
@@ -236,3 +238,53 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         NotInitializedError: Before init() or after shutdown().
     """
     return runtime.current().registry.remove(process_set)
+
+
+# -- which backends can run, for mpistrat doctor ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table of `mpistrat doctor`, about one package, library or backend."""
+
+    label: str  # The name of the item.
+    text: str  # The version, or what is missing and how to install it. For a backend: "yes" or "no" with the reason.
+    is_available: bool = True  # Whether the item can be used.
+    needed: bool = False  # Whether training needs the item.
+
+
+def backends() -> list[Row]:
+    """Check every known backend. Local. Loads mpi4py with its MPI library, and cupy if it is installed."""
+    problems = {"local": "", "mpi": "", "shared_memory": why_no_shared_memory(), "nccl": _why_no_nccl()}
+    try:
+        mpi_library.require_thread_level(mpi_library.load_mpi())
+    except MpistratError as error:
+        problems["mpi"] = str(error)
+    yes = {"local": "yes (one rank only)", "mpi": "yes", "nccl": "yes (tensors on GPUs)",
+           "shared_memory": "yes (among the ranks of a host, of all sizes)"}
+    return [Row(name, f"no: {problem}" if problem else yes[name], is_available=not problem)
+            for name, problem in problems.items()]
+
+
+def why_no_shared_memory() -> str:
+    """Return why processes of this host cannot share memory, or "" if they can. Local."""
+    from ..transport.memfd import HostFile
+    try:
+        file = HostFile.make()
+        try:
+            file.map(4096)
+        finally:
+            file.close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_nccl() -> str:
+    problem = why_no_cupy()
+    if problem:
+        return f"cupy is missing: {problem}"
+    from ..gpu.device import Device, gpu_count
+    if not Device.nccl_version():
+        return f"cupy finds no NCCL ({pip_extra('gpu')})"
+    return "" if gpu_count() else "no GPU is visible"

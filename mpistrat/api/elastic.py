@@ -251,8 +251,7 @@ class ObjectState:
     def _compare(self, number: int) -> bool:
         """Compare the ranks' states, or make them equal, before commit `number` is kept. Collective.
 
-        Returns:
-            Whether the state has changed on any rank.
+        Returns whether the state has changed on any rank.
         """
         return False
 
@@ -273,9 +272,8 @@ class ObjectState:
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
         """Restore the newest commit on the first rank that has it, or on all ranks if all have it. Collective.
 
-        Returns:
-            The rank that has restored it; 0 if there is no commit; None if all ranks have restored it. And the commit,
-            if it comes from the agents of this job.
+        Returns that rank; 0 if there is no commit; None if all ranks have restored it. And the commit, if it comes from
+        the agents of this job.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -343,9 +341,7 @@ class ObjectState:
 def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
     """Synchronise a state and train. In an elastic job, repeat this after each loss, from the last commit. Collective.
 
-    Args:
-        train: Trains from the current state to the end, and returns the result.
-        when_it_fails: Called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
+    `when_it_fails` is called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
     """
     while True:
         state.sync()
@@ -368,10 +364,7 @@ def _go_on_after_loss(why_not: str) -> bool:
     """Reconnect the surviving ranks of an elastic job, if a loss of ranks has caused the exception. Collective.
 
     This process ends, and the next generation of processes continues, if the ranks cannot reconnect, or if `why_not`
-    gives a reason.
-
-    Returns:
-        True if the ranks are connected. False if the exception has another cause, or the job cannot survive a loss.
+    gives a reason. Returns False if the exception has another cause, or the job cannot survive a loss.
     """
     own = membership.current()
     if own is None or not runtime.is_initialized():

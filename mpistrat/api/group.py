@@ -234,12 +234,9 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
 def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> HostMemory | None:
     """Allocate and map memory that the ranks of a host share. None on all ranks if any rank fails. Collective.
 
-    Args:
-        data_bytes: The number of bytes, without the bytes of the counters.
-        is_last: Whether the caller will not try again with less memory.
+    `data_bytes` are without the bytes of the counters. `is_last`: Whether the caller will not try again with less.
 
-    Raises:
-        MpistratError: On all ranks, if any rank fails, `is_last` is true and MPISTRAT_CPU_OPERATIONS=shared_memory.
+    Raises MpistratError: On all ranks, if any rank fails, `is_last` is true and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
     topology, settings = setup.topology, setup.settings
     nbytes = HostMemory.size_for(topology.local_size, data_bytes)
@@ -280,8 +277,6 @@ class Group:
     """One rank's part in a group. Constructing it starts the engine.
 
     Args:
-        settings: The settings, the same on all ranks.
-        backends: The backends that connect these ranks.
         comm: A communicator of these ranks; None for one rank.
         interruption: Ends the engine. The backends have the same object, which ends their waits.
         tracer: Exchanges messages over this engine; only for the group of all ranks. None: there is no tracer.

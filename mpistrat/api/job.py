@@ -75,15 +75,11 @@ class Losses:
         self._neighbours: Neighbours | None = None
         if topology.size > 1:
             others = [rank for rank in range(topology.size) if rank != topology.rank]
+            here = topology.local_ranks
+            beside = here[(topology.local_rank + 1) % len(here)]  # Each rank watches the next rank of its host.
             self._neighbours = Neighbours(self.processes, others, self._have_died,
-                                          self._failed_ranks if self.is_tolerant else None, self._beside(),
-                                          self._note_stopped)
-
-    def _beside(self) -> int | None:
-        """Return the rank that this rank watches: the next rank of its host, in a circle. None if it is not known."""
-        here = self._topology.local_ranks
-        following = here[(here.index(self._topology.rank) + 1) % len(here)]
-        return following if following in self.processes else None
+                                          self._failed_ranks if self.is_tolerant else None,
+                                          beside if beside in self.processes else None, self._note_stopped)
 
     def _note_stopped(self, rank: int, seconds: float) -> None:
         """Report that a rank of this host has been stopped for `seconds`, or runs again (0.0). May kill the rank."""
@@ -329,11 +325,8 @@ class Job:
     def revoke(self, limit_s: float) -> list[Any]:
         """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
 
-        Returns:
-            The communicators and requests of MPI, for the caller to discard.
-
-        Raises:
-            RecoveryError: An engine has not ended within the limit.
+        Returns the communicators and requests of MPI, for the caller to discard. Raises RecoveryError: An engine has
+        not ended within the limit.
         """
         self._stop_tracer()
         self.losses.stop()

@@ -80,18 +80,16 @@ class ProcessSet:
     def has_others(self) -> bool:
         """Return whether this rank is in the set together with other ranks, so that it must communicate. Local.
 
-        Raises:
-            InvalidRequestError: The set is not registered.
+        Raises InvalidRequestError: The set is not registered.
         """
         if self._group is None and self.included() is False:
             return False
         return self.group("process_set").topology.size > 1
 
     def group(self, operation: str) -> Group:
-        """Return the group that executes collectives of the set. Local.
+        """Return the group that executes collectives of the set. Local. The text of the error has `operation`.
 
-        Raises:
-            InvalidRequestError: The set is not registered, or this rank is not in the set. The text has `operation`.
+        Raises InvalidRequestError: The set is not registered, or this rank is not in the set.
         """
         if self._group is None:
             if self.process_set_id is None:
@@ -175,10 +173,7 @@ class Registry:
     has one. An id is never used again until shutdown(). So code that refers to a removed set by its id, such as a
     traced tf.function, gets an error and not another set.
 
-    Args:
-        world: The group of all ranks of the job.
-        settings: The settings, the same on all ranks.
-        interruption: Ends the waits of all groups.
+    `world` is the group of all ranks of the job, and `interruption` ends the waits of all groups.
     """
 
     def __init__(self, world: Group, settings: Settings, interruption: Interruption):

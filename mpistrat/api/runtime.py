@@ -82,11 +82,9 @@ def current() -> Job:
 
 
 def group_of(operation: str, process_set: int) -> Group:
-    """Return the group of the process set with this id. Local.
+    """Return the group of the process set with this id. Local. Raises as current().
 
-    Raises:
-        NotInitializedError: Before init() and after shutdown().
-        InvalidRequestError: The process set has been removed. The text has `operation`.
+    Raises InvalidRequestError: The process set has been removed. The text has `operation`.
     """
     group = (_runtime or current()).registry.groups.get(process_set)
     if group is None:
@@ -98,11 +96,8 @@ def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits
     """Return how long this rank waited for its collectives of a process set in a past time span. Local.
 
     The times come from the engine's records of its last operations. `seconds` is less than the span if the records of
-    its first operations were dropped, and 0 if there are no records.
-
-    Args:
-        began_s, ended_s: The span, in seconds of `time.perf_counter`. The records have the same clock, CLOCK_MONOTONIC.
-        process_set: The id of the process set.
+    its first operations were dropped, and 0 if there are no records. The span is in seconds of `time.perf_counter`,
+    whose clock is that of the records, CLOCK_MONOTONIC.
     """
     try:
         traced = group_of("waits_between", process_set).traced
@@ -282,12 +277,9 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
 
 
 def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Job:
-    """Connect the ranks of a communicator and start their engines. Collective over it.
+    """Connect the ranks of a communicator and start their engines. Collective over `own`, which only the Job may use.
 
-    Args:
-        own: The communicator, which only the Job may use.
-        binds: Whether to bind each rank of a host to a share of the cores.
-        hosts: The host of each rank, if known; see exchange_info.
+    `binds`: Whether to bind each rank of a host to a share of the cores. `hosts`: The host of each rank, if known.
     """
     rank = own.Get_rank()
     infos = exchange_info(mpi_library.load_mpi(), own, hosts)

@@ -50,15 +50,11 @@ TensorLike = SupportsDLPack | np.generic | complex | Sequence
 class Library:
     """A library whose tensors are read through DLPack. Also for numbers and sequences: their results are numpy arrays.
 
-    Args:
-        from_dlpack: The library's function that imports arrays of other libraries. None: results are numpy arrays, or
-            cupy arrays on a GPU.
-
-    Attributes:
-        gpu_problem: Why tensors on a GPU are refused; "" if they are accepted.
+    `from_dlpack` is the library's function that imports arrays of other libraries. None: results are numpy arrays, or
+    cupy arrays on a GPU.
     """
 
-    gpu_problem = ""
+    gpu_problem = ""  # Why tensors on a GPU are refused; "" if they are accepted.
 
     def __init__(self, from_dlpack: Callable[[Any], Any] | None = None):
         self._from_dlpack = from_dlpack
@@ -130,10 +126,8 @@ def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[Recorded
     """Return cupy arrays in the form that the engine takes. Results are allocated on cupy's current stream.
 
     The caller may drop the results while its work on that stream still reads them: the next use of the memory comes
-    later on the same stream, or after a wait for the stream.
-
-    Args:
-        streams: The contents are complete when these streams and the current one have done their present work.
+    later on the same stream, or after a wait for the stream. The contents are complete when `streams` and the current
+    stream have done their present work.
     """
     stream, dtypes = device.current_stream(), [array.dtype for array in arrays]
 
@@ -156,11 +150,9 @@ _lock = threading.Lock()
 
 
 def this_ranks_gpu(number: int) -> "Device":
-    """Return this rank's GPU. The first call since init() decides which GPU this rank uses.
+    """Return this rank's GPU. The first call since init() decides which GPU this rank uses. Raises as make_device.
 
-    Raises:
-        InvalidRequestError: This rank already uses another GPU than `number`.
-        MissingDependencyError: cupy is not installed.
+    Raises InvalidRequestError: This rank already uses another GPU than `number`.
     """
     current = runtime.current()
     device = _devices.get(current)
@@ -220,10 +212,7 @@ def host_copies_of(device: "Device") -> "HostCopies":
 
 
 class HostCopies:
-    """Copies tensors between this rank's GPU and pinned memory. Any thread may use it.
-
-    `limit_s`: Seconds after which a copy fails; 0: never.
-    """
+    """Copies tensors between this rank's GPU and pinned memory. A copy fails after `limit_s` seconds; 0: never."""
 
     def __init__(self, device: GpuDevice, limit_s: float):
         self._device, self._limit_s = device, limit_s

@@ -15,7 +15,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from ..api.availability import Row
+from ..api.common import Row
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__
 from ..process.launchers import STARTED

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..api.availability import Row, backends
+from ..api.common import Row, backends
 from .child import Child
 from .findings import say, understood
 from .mpirun import with_home

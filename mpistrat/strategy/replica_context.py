@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from ..tensorflow.bridge.types import Structure
-from ..tensorflow.graph.differentiable import Gradient, with_gradient
-from ..tensorflow.list_ops import equal_parts, place_in
+from ..tensorflow.list_ops import Gradient, equal_parts, place_in, with_gradient
 from ..tensorflow.xla import context as xla
 from . import collectives
 from .options import CommunicationOptions

@@ -112,11 +112,9 @@ class _Exchange:
 class FirstSteps:
     """The digests of the first reductions of an optimizer, or of all tapes.
 
-    Args:
-        name: The name of the optimizer or the purpose of the tapes, the same on all ranks.
-        is_of_tapes: Whether tapes reduce. A step may use several tapes, or a new tape. Reductions of different lists
-            of variables are checked separately.
-        way_out: For the warning: the code by which each rank gets different data.
+    `name` is that of the optimizer, or the purpose of the tapes. A step may use several tapes, or a new tape:
+    reductions of different lists of variables are checked separately. `way_out` is for the warning: the code by which
+    each rank gets different data.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
@@ -387,9 +385,7 @@ class ReadingObserver:
 
     A callback in a graph cannot read a variable of a session. So the weights are read before a run, by another run.
 
-    Args:
-        observer: Called with the arrays.
-        digests: Gets the digests of the variables before each run; nothing if they have no values.
+    `digests` gets the digests of the variables before each run; nothing if they have no values.
     """
 
     def __init__(self, observer: Observer, digests: Digests, variables: Sequence[Variable]):
@@ -432,8 +428,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
         variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
         name: The beginning of the names of the collectives.
         place: The time of the check, for messages: "at the end of epoch 3".
-        suspects: A sentence about probable causes in this training, for the message.
-        causes: The usual causes and their remedies, for the message.
+        suspects, causes: For the message, probable causes in this training, and usual causes with their remedies.
         action: "abort": a difference is an error. "warn": a difference is a warning of the first rank.
         rates: Other values that must be equal, as bytes, and a function, maybe collective, that all ranks call if not.
 

@@ -103,9 +103,7 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        spec: How to reduce the gradients. The observer is called before the reduction, in a graph with the gradients of
-            the first collective.
-        options: How to send the gradients.
+        spec: The observer is called before the reduction, in a graph with the gradients of the first collective.
         variables: The variables of the gradients, for groups that are lists of variables.
         exact: As in list_ops.reduce_tensors. They are reduced with the last group.
     """
@@ -129,20 +127,13 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
-    Args:
-        optimizer: The name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced.
-        options: How gradients are sent.
-        op, gradient_predivide_factor, scale_local_gradients, process_set: As for DistributedGradientTape.
-
-    Attributes:
-        changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
-        checks_weights: Whether the first reductions compare the weights of the ranks.
-        is_global: Whether the script's batches are those of all ranks together.
+    `optimizer` is the name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced. The
+    other arguments are those of DistributedGradientTape.
     """
 
-    changes_early = False
-    checks_weights = True
-    is_global = False
+    changes_early = False  # Whether the optimizer may change a variable before its gradient is reduced (weight decay).
+    checks_weights = True  # Whether the first reductions compare the weights of the ranks.
+    is_global = False  # Whether the script's batches are those of all ranks together.
 
     def __init__(self, optimizer: names.OptimizerName | None, options: GradientOptions, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
@@ -187,7 +178,7 @@ class GradientReducer:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
         For variables with overwrite_with_gradient, the largest values of all ranks are returned. `reduce_shared`
-        reduces the other gradients that are not local; its arguments are those of reduce_gradients.
+        reduces the other gradients that are not local.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients itself.
@@ -337,12 +328,9 @@ class Layer(Protocol):
 
 
 def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
-    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+    """Call `register` with each weight of the layers, running statistics too, that Partial wrappers get. Local.
 
-    Running statistics are weights too.
-
-    Raises:
-        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    Raises InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
     """
     listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
     for layer in listed:

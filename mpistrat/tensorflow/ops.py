@@ -40,9 +40,19 @@ from .bridge.types import OptionalGradient, Reducible, Tensor, Variable
 from .compression import Compressed, Compression, Compressor
 from .graph import cpu
 from .graph.buckets import ReduceSpec
-from .graph.differentiable import Gradient, with_gradient
 from .kerases import label_of
-from .list_ops import as_tensor, broadcast_list, gather, number_of, place_in, reduce_dense, reduce_tensors, topology_of
+from .list_ops import (
+    Gradient,
+    as_tensor,
+    broadcast_list,
+    gather,
+    number_of,
+    place_in,
+    reduce_dense,
+    reduce_tensors,
+    topology_of,
+    with_gradient,
+)
 from .xla import context as xla
 
 __all__ = [

@@ -163,11 +163,7 @@ class _Passes:
     """Sums the gradients of k passes. Every k-th pass reduces and applies the sum.
 
     As in Horovod, the sums are local variables. A MonitoredSession or local_variables_initializer() initializes them.
-
-    Args:
-        passes: The number k.
-        is_averaged: Whether the sum is divided by k.
-        is_dense: Whether tf.IndexedSlices are converted to dense tensors.
+    `is_averaged`: Whether the sum is divided by k. `is_dense`: Whether tf.IndexedSlices are converted to dense tensors.
     """
 
     def __init__(self, passes: int, is_averaged: bool, is_dense: bool):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpistrat
-from mpistrat.api.availability import Row
+from mpistrat.api.common import Row
 from mpistrat.cli import inventory, startup
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.automatic import automatic

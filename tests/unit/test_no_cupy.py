@@ -11,7 +11,7 @@ import pytest
 
 import mpistrat
 from mpistrat.api import tensors
-from mpistrat.api.availability import _why_no_nccl
+from mpistrat.api.common import _why_no_nccl
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.gpu.copy import nvrtc

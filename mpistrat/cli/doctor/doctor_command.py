@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...api.availability import Row
+from ...api.common import Row
 from ...core.errors import LaunchError
 from ..arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from ..automatic import automatic

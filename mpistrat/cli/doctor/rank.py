@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...api import array_ops, availability, common, runtime
+from ...api import array_ops, common, runtime
 from ...core.errors import MpistratError
 from ...process.launch_env import launched_rank
 from ..findings import say
@@ -39,7 +39,7 @@ def main(expected: int) -> int:
     comm = MPI.COMM_WORLD
     vendor, version = MPI.get_vendor()
     say("mpi", rank=rank, size=comm.Get_size(), vendor=vendor, version=".".join(map(str, version)),
-        shared_memory=availability.why_no_shared_memory())
+        shared_memory=common.why_no_shared_memory())
     if comm.Get_size() != expected:
         return 1
     try:

@@ -109,9 +109,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
-    Args:
-        tensors: The same number, dtypes and shapes on all ranks.
-        spec: How to reduce. In a graph with several buckets, bucket k has the name `name/k`.
+    Number, dtypes and shapes are the same on all ranks. In a graph with several buckets, bucket k is named `name/k`.
     """
     if not tensors:
         return []
