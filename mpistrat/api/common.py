@@ -255,11 +255,12 @@ class Row:
 
 def backends() -> list[Row]:
     """Check every known backend. Local. Loads mpi4py with its MPI library, and cupy if it is installed."""
-    problems = {"local": "", "mpi": "", "shared_memory": why_no_shared_memory(), "nccl": _why_no_nccl()}
+    problems = {"local": "", "mpi": ""}
     try:
         mpi_library.require_thread_level(mpi_library.load_mpi())
     except MpistratError as error:
         problems["mpi"] = str(error)
+    problems |= {"shared_memory": why_no_shared_memory(), "nccl": _why_no_nccl()}
     yes = {"local": "yes (one rank only)", "mpi": "yes", "nccl": "yes (tensors on GPUs)",
            "shared_memory": "yes (among the ranks of a host, of all sizes)"}
     return [Row(name, f"no: {problem}" if problem else yes[name], is_available=not problem)
