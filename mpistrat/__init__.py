@@ -22,40 +22,17 @@ from . import horovod
 from .api import array_ops, common, missing_names
 from .api.array_ops import *  # noqa: F403
 from .api.common import *  # noqa: F403
-from .core.errors import (
-    ClusterError,
-    CollectiveError,
-    DeadlockError,
-    DuplicateNameError,
-    ElasticError,
-    EngineError,
-    InvalidRequestError,
-    LaunchError,
-    MismatchError,
-    MissingDependencyError,
-    MpistratError,
-    NotInitializedError,
-    RankDiedError,
-    RanksLostError,
-    RecoveryError,
-    RunError,
-    SettingsError,
-    ShutdownError,
-    StallError,
-)
+from .core import errors
+from .core.errors import *  # noqa: F403
 from .core.request import ReduceOp
 from .core.roles import Role
 from .core.version import __version__ as __version__
 from .horovod import run
 
-__all__ = [
-    "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "ElasticError", "EngineError",
-    "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
-    "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "ReduceOp", "Role", "RunError",
-    "SettingsError", "ShutdownError", "StallError", "run",
-]
+__all__ = ["ReduceOp", "Role", "run"]
 __all__ += array_ops.__all__
 __all__ += common.__all__
+__all__ += errors.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)
 horovod.install()

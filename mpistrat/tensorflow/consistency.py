@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -528,19 +528,13 @@ def _described(arrays: Iterable[tf.Tensor]) -> str:
     """The shapes of arrays, and a digest of rows at equal distances."""
     digest = hashlib.blake2b(digest_size=4)
     for array in arrays:
-        for part in _bytes_of(array):
+        if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
+            continue
+        rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
+        is_text = array.dtype == tf.string
+        for part in np.ravel(np.asarray(rows, dtype=object)).tolist() if is_text else [np.ascontiguousarray(rows).tobytes()]:
             digest.update(part)
     return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, checksum of the rows {digest.hexdigest()}"
-
-
-def _bytes_of(array: tf.Tensor) -> Iterator[bytes]:
-    if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
-        return
-    rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
-    if array.dtype == tf.string:
-        yield from np.ravel(np.asarray(rows, dtype=object)).tolist()
-    else:
-        yield np.ascontiguousarray(rows).tobytes()
 
 
 def some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
