@@ -179,7 +179,7 @@ class Registry:
     def __init__(self, world: Group, settings: Settings, interruption: Interruption):
         self.groups: dict[int, Group] = {0: world}  # The groups of the sets that this rank is in, by id; 0 is `world`.
         self._world, self._settings, self._interruption = world, settings, interruption
-        self._sets: dict[int, ProcessSet] = {0: global_process_set}
+        self.sets: dict[int, ProcessSet] = {0: global_process_set}  # All registered sets by id.
         self.ranks_of: dict[int, Ranks] = {}  # The ranks of each set by id, without the set of all ranks.
         self._ids = itertools.count(1)
         global_process_set.bind(0, group=world)
@@ -209,7 +209,7 @@ class Registry:
     def remove(self, process_set: ProcessSet) -> bool:
         """Remove a set; see remove_process_set. Collective over all ranks of the job."""
         number = process_set.process_set_id
-        if number is None or self._sets.get(number) is not process_set:
+        if number is None or self.sets.get(number) is not process_set:
             number = -1
         numbers = self._exchange(number, "remove_process_set")
         if len(set(numbers)) > 1:
@@ -217,7 +217,7 @@ class Registry:
                 ["a set that is not registered" if each < 0 else f"set {each}" for each in numbers]))
         if number < 1:
             return False
-        del self._sets[number], self.ranks_of[number]
+        del self.sets[number], self.ranks_of[number]
         process_set.bind(None)
         group = self.groups.pop(number, None)
         if group is not None:
@@ -236,7 +236,7 @@ class Registry:
                 for number in sorted(former.ranks_of)}
         # Sets that are empty here are included: ranks outside the set of a communicator may not know its ranks.
         for (number, ranks), group in zip(sets.items(), self._connect_all(list(sets.values())), strict=True):
-            process_set = former._sets[number]
+            process_set = former.sets[number]
             if ranks:
                 self._register(number, process_set, ranks, group)
             else:
@@ -244,18 +244,14 @@ class Registry:
         self._ids = former._ids
 
     def _register(self, number: int, process_set: ProcessSet, ranks: Ranks, group: Group | None) -> None:
-        self._sets[number], self.ranks_of[number] = process_set, ranks
+        self.sets[number], self.ranks_of[number] = process_set, ranks
         if group is not None:
             self.groups[number] = group
         process_set.bind(number, ranks, group)
 
-    def find(self, number: int) -> ProcessSet | None:
-        """Return the registered set with this number, or None. Local."""
-        return self._sets.get(number)
-
     def unbind(self) -> None:
         """Mark all sets as not registered, because the job is shut down. Local."""
-        for process_set in self._sets.values():
+        for process_set in self.sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
 
     def _exchange(self, value: object, name: str) -> list[Any]:
@@ -281,7 +277,7 @@ class Registry:
     def _check(self, process_sets: Sequence[ProcessSet], own: Sequence[Ranks]) -> None:
         """Raise an error if this rank cannot register the sets. Checks nothing that needs other ranks."""
         size = self._world.topology.size
-        taken = {tuple(each.ranks or ()): number for number, each in self._sets.items()}
+        taken = {tuple(each.ranks or ()): number for number, each in self.sets.items()}
         for i, (process_set, ranks) in enumerate(zip(process_sets, own, strict=True)):
             if not ranks or ranks[-1] >= size:
                 raise InvalidRequestError(f"a process set needs at least one rank, and ranks are from 0 to {size - 1}. "

@@ -63,7 +63,7 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
         return global_process_set
     known = set(registry.ranks_of.values())
     registry.add([ProcessSet(ranks) for host in topology.hosts if (ranks := topology.ranks_on(host)) not in known])
-    return next(registry.find(number) for number, ranks in registry.ranks_of.items() if ranks == topology.local_ranks)
+    return next(registry.sets[number] for number, ranks in registry.ranks_of.items() if ranks == topology.local_ranks)
 
 
 # -- what fit knows of such a model ------------------------------------------------------------------------------------

@@ -531,8 +531,9 @@ def _described(arrays: Iterable[tf.Tensor]) -> str:
         if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
             continue
         rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
-        is_text = array.dtype == tf.string
-        for part in np.ravel(np.asarray(rows, dtype=object)).tolist() if is_text else [np.ascontiguousarray(rows).tobytes()]:
+        parts = np.ravel(np.asarray(rows, dtype=object)).tolist() if array.dtype == tf.string else \
+            [np.ascontiguousarray(rows).tobytes()]
+        for part in parts:
             digest.update(part)
     return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, checksum of the rows {digest.hexdigest()}"
 

@@ -489,7 +489,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
         InvalidRequestError: No process set has this id. In a graph, a tf.errors.InvalidArgumentError when it runs.
     """
     def read() -> int:
-        found = runtime.current().registry.find(process_set_id)
+        found = runtime.current().registry.sets.get(process_set_id)
         size = None if found is None else found.size()
         if size is None:
             raise InvalidRequestError(f"size_op: no process set with the id {process_set_id} is registered. "
@@ -507,7 +507,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     def read() -> int:
         if not runtime.is_initialized():
             return _NOT_INITIALIZED
-        found = runtime.current().registry.find(process_set_id)
+        found = runtime.current().registry.sets.get(process_set_id)
         return _UNKNOWN_SET if found is None else int(bool(found.included()))
 
     return _scalar(read, name)

@@ -4,7 +4,7 @@ For users, as mpistrat.tensorflow.DistributedOptimizer; making it is local, and 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import tensorflow as tf
@@ -103,10 +103,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         if self._is_adasum or not pairs:
             return pairs
         gradients, variables = map(list, zip(*pairs, strict=True))
-
-        def reduce(own: Sequence[OptionalGradient]) -> list[OptionalGradient]:
-            return self._reducer.reduce(own, variables)
-
+        reduce = partial(self._reducer.reduce, variables=variables)
         reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
         # TensorFlow's gradient descent adds repeated rows in several threads, in another order on each rank.
         unique = [with_unique_rows(each) if isinstance(each, tf.IndexedSlices) else each for each in reduced]
@@ -118,10 +115,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         pairs: _Pairs = list(grads_and_vars)
         if self._is_adasum:
             return self._apply_adasum(pairs, global_step, name)
-
-        def apply() -> Any:
-            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-
+        apply = partial(self._optimizer.apply_gradients, pairs, global_step=global_step, name=name)
         return apply() if self._passes is None else self._passes.applied(apply, global_step)
 
     def _apply_adasum(self, pairs: _Pairs, global_step: Variable | None, name: str | None) -> tf.Operation:
