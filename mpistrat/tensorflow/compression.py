@@ -16,7 +16,7 @@ from .async_op import call_site
 
 logger = logging.getLogger(__name__)
 
-_told: list[str] = []  # the formats for which the warning that they have no effect was logged
+_told: list[str] = []  # The formats for which the warning "has no effect here" was logged.
 
 
 class Compressor:

@@ -34,7 +34,7 @@ from ..core.handle import Handle
 from ..core.request import Max, Min, allgather_request, specs_of
 from ..core.rows import places_of_sample
 from ..core.stalls import MOST_LISTED
-from ..core.topology import describe_by_rank, rank_list
+from ..core.topology import describe_by_rank, rank_list, ranks_by_value
 from .async_op.submission import Observer
 from .bridge.sync_execution import SynchronousExecution
 from .bridge.types import Variable
@@ -67,26 +67,26 @@ def digest_of(array: np.ndarray) -> bytes:
     part = _PERIODS[0] * _PERIODS[1]
     for start in range(0, words.size, part):
         found = words[start:start + part]
-        if found.size < sum(_PERIODS):  # That is quicker for small arrays.
+        if found.size < sum(_PERIODS):  # For small arrays a hash of all words is quicker.
             digest.update(found.data)
             break
         for period in _PERIODS:
             rows = found.size // period
             digest.update(np.add.reduce(found[:rows * period].reshape(rows, period), axis=0).data)
-            digest.update(found[rows * period:].data)  # nothing, but for the last part
+            digest.update(found[rows * period:].data)  # Empty, except in the last part.
     digest.update(in_bytes[words.size * 8:].data)
     return digest.digest()
 
 
 # -- the first reductions ---------------------------------------------------------------------------------------------
 
-_EXCHANGES = 3  # the reductions with which digests are sent, for the same variables
-# Tapes send them in their first reductions, and in as many after 16, 32, 64 and so on: another training may follow.
-# In a graph they send them in the first ones only.
+_EXCHANGES = 3  # The number of reductions of the same variables with which digests are sent.
+# Tapes send digests with their first 8 reductions, and with 8 more after 16, 32, 64 and so on: another training may
+# follow. In a graph tapes send digests only before the first gap, which begins after 24 reductions.
 _WINDOW = 8
-_OF_GRAPHS = 24  # where the first gap is
+_OF_GRAPHS = 24
 _RANK_BYTES = 4
-_NOTHING = bytes(DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
+_NOTHING = bytes(DIGEST_BYTES)  # The digest of gradients that are all zero, or not finite, and so may well be equal.
 # Digests of an earlier step have arrived, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
@@ -103,10 +103,10 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 class _Exchange:
     """The digests of all ranks."""
 
-    # Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
+    # The index of the list of variables. It is the same on other ranks, unless their programs differ.
     index: int
     labels: Sequence[str]  # What users call the variables.
-    handle: Handle  # Of the exchange, whose rows begin with the index.
+    handle: Handle  # The handle of the exchange, whose rows begin with the index.
 
 
 class FirstSteps:
@@ -122,15 +122,15 @@ class FirstSteps:
         # is_paused: The weights are going to be broadcast, and reductions before that do not count.
         # is_done: There is nothing left to check.
         self.is_paused = self.is_done = False
-        # Returns the digest of each variable's value, or nothing if that is not known.
+        # Returns the digest of each variable's value, or nothing if the values are not known.
         self.digests_of: Callable[[Sequence[Variable]], Digests] = digests_of_weights
         self._purpose, self._name = name, f"check/{name}"
         self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out
-        self._count = 0  # of the reductions so far
-        self._joins: int | None = None  # how often the ranks had joined before the first step
+        self._count = 0  # The number of reductions so far.
+        self._joins: int | None = None  # How often the ranks had joined before the first step.
         self._exchanges: list[_Exchange] = []
-        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # the variables of each index
-        self._differed: set[int] = set()  # the indices where gradients of the same weights differed among the ranks
+        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # The variables of each index.
+        self._differed: set[int] = set()  # The indices where gradients of the same weights differed among the ranks.
         _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
@@ -305,10 +305,8 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
     `ranks_of`: The rank in the job for each element of `digests`; () means 0, 1, 2 and so on.
     """
     different = differing(digests)
-    groups: dict[bytes, list[int]] = {}
-    for rank, of_rank in enumerate(digests):
-        groups.setdefault(of_rank[1 + different[0]], []).append(ranks_of[rank] if ranks_of else rank)
-    listed = [rank_list(ranks) for ranks in groups.values()]
+    groups = ranks_by_value(of_rank[1 + different[0]] for of_rank in digests).values()
+    listed = [rank_list(ranks_of[rank] if ranks_of else rank for rank in ranks) for ranks in groups]
     more = f" and {len(listed) - MOST_LISTED} more groups" if len(listed) > MOST_LISTED else ""
     where = (" and " if len(listed) == 2 else ", ").join(listed[:MOST_LISTED]) + more
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""

@@ -51,7 +51,7 @@ class Wait(Enum):
     """Whether the submit of a collective in a graph waits for the result."""
 
     NEVER = 0
-    IF_LAST = 1  # If it is the last collective of its graph, which is known only when the graph runs.
+    IF_LAST = 1  # If the collective is the last one of its graph, which is known only when the graph runs.
     ALWAYS = 2
 
 
