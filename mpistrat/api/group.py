@@ -344,8 +344,9 @@ class Group:
         Ranks of the group that make the same calls in the same order get the same numbers. Counting restarts after a
         join(), since some ranks may have made fewer calls before it.
         """
-        if self._numbers[0] != self.joins:
-            self._numbers = self.joins, defaultdict(itertools.count)
+        joins = self.engine.controller.joins
+        if self._numbers[0] != joins:
+            self._numbers = joins, defaultdict(itertools.count)
         return next(self._numbers[1][key])
 
     def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
