@@ -18,62 +18,21 @@ if sys.argv[1:2] == ["run"] and "mpistrat" in (os.path.basename(sys.argv[0]), *s
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
-from .api import common, missing_names
-from .api.array_ops import (
-    AsyncResult,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_async,
-    grouped_allreduce,
-    grouped_allreduce_async,
-    grouped_reducescatter,
-    join,
-    reducescatter,
-    reducescatter_async,
-)
+from . import horovod
+from .api import array_ops, common, missing_names
+from .api.array_ops import *  # noqa: F403
 from .api.common import *  # noqa: F403
-from .core.errors import (
-    ClusterError,
-    CollectiveError,
-    DeadlockError,
-    DuplicateNameError,
-    ElasticError,
-    EngineError,
-    InvalidRequestError,
-    LaunchError,
-    MismatchError,
-    MissingDependencyError,
-    MpistratError,
-    NotInitializedError,
-    RankDiedError,
-    RanksLostError,
-    RecoveryError,
-    RunError,
-    SettingsError,
-    ShutdownError,
-    StallError,
-)
+from .core import errors
+from .core.errors import *  # noqa: F403
 from .core.request import ReduceOp
 from .core.roles import Role
 from .core.version import __version__ as __version__
-from .horovod import imports as horovod_imports
-from .horovod.run import run
+from .horovod import run
 
-__all__ = [
-    "AsyncResult", "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError",
-    "ElasticError", "EngineError", "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError",
-    "MpistratError", "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "ReduceOp", "Role",
-    "RunError", "SettingsError", "ShutdownError", "StallError", "allgather", "allgather_async", "allreduce",
-    "allreduce_async", "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_async", "grouped_allreduce",
-    "grouped_allreduce_async", "grouped_reducescatter", "join", "reducescatter", "reducescatter_async", "run",
-]
+__all__ = ["ReduceOp", "Role", "run"]
+__all__ += array_ops.__all__
 __all__ += common.__all__
+__all__ += errors.__all__
 
 __getattr__ = missing_names.explain(__name__, missing_names.ARRAYS)
-horovod_imports.install()
+horovod.install()

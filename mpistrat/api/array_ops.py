@@ -38,10 +38,15 @@ from ..core.request import (
 from ..core.rows import even_splits, int32_splits
 from ..gpu.arrays import GpuTensors
 from . import runtime
-from .group import Group
-from .libraries import TensorLike
 from .process_sets import ProcessSet, global_process_set, resolved
-from .tensors import Restore, Tensors, tensors_of
+from .tensors import Restore, TensorLike, tensors_of
+
+# The names that mpistrat exports; allgather_object and broadcast_object are exported by common.
+__all__ = [
+    "AsyncResult", "allgather", "allgather_async", "allreduce", "allreduce_async", "alltoall", "alltoall_async",
+    "barrier", "broadcast", "broadcast_async", "grouped_allreduce", "grouped_allreduce_async", "grouped_reducescatter",
+    "join", "reducescatter", "reducescatter_async",
+]
 
 T = TypeVar("T")
 
@@ -78,8 +83,8 @@ def allreduce_async(array: TensorLike, average: bool | None = None, name: str | 
                     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """Start an allreduce and return at once. `array` must not change until the collective is complete."""
-    return collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
-                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
+    return _collective([array], _auto_name(name, "allreduce", process_set), process_set, _FIRST,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def allreduce(array: TensorLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -109,33 +114,33 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         EngineError: The engine has ended (StallError, ShutdownError).
         NotInitializedError: Before init() or after shutdown().
     """
-    return collective([array], _name(name, "allreduce"), process_set, _FIRST,
-                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
-                      blocking=True).wait()
+    return _collective([array], _name(name, "allreduce"), process_set, _FIRST,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                       blocking=True).wait()
 
 
 def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> AsyncResult[list[Any]]:
     """Start a grouped_allreduce and return at once. The arrays must not change until the collective is complete."""
-    return collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
-                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
+    return _collective(arrays, _auto_name(name, "grouped_allreduce", process_set), process_set, list,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)))
 
 
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
     """Reduce several arrays as one collective; see allreduce. Dtypes may differ. `[]` returns `[]`."""
-    return collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
-                      partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
-                      blocking=True).wait()
+    return _collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
+                       partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
+                       blocking=True).wait()
 
 
 def allgather_async(array: TensorLike, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """Start an allgather and return at once. `array` must not change until the collective is complete."""
-    return collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
-                      partial(allgather_request))
+    return _collective([array], _auto_name(name, "allgather", process_set), process_set, _FIRST,
+                       partial(allgather_request))
 
 
 def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -148,8 +153,8 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
         name: Matches the calls of the ranks.
         process_set: The ranks that take part.
     """
-    return collective([array], _name(name, "allgather"), process_set, _FIRST,
-                      partial(allgather_request), blocking=True).wait()
+    return _collective([array], _name(name, "allgather"), process_set, _FIRST,
+                       partial(allgather_request), blocking=True).wait()
 
 
 def broadcast_async(array: TensorLike, root_rank: int, name: str | None = None,
@@ -171,8 +176,8 @@ def reducescatter_async(array: TensorLike, name: str | None = None, op: ReduceOp
                         prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                         process_set: ProcessSet = global_process_set) -> AsyncResult[Any]:
     """Start a reducescatter and return at once. `array` must not change until the collective is complete."""
-    return collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
-                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
+    return _collective([array], _auto_name(name, "reducescatter", process_set), process_set, _FIRST,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)))
 
 
 def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -190,18 +195,18 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part.
     """
-    return collective([array], _name(name, "reducescatter"), process_set, _FIRST,
-                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
-                      blocking=True).wait()
+    return _collective([array], _name(name, "reducescatter"), process_set, _FIRST,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                       blocking=True).wait()
 
 
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
     """Reduce and scatter several arrays as one collective; see reducescatter. Dtypes may differ. `[]` returns `[]`."""
-    return collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
-                      partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
-                      blocking=True).wait()
+    return _collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
+                       partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
+                       blocking=True).wait()
 
 
 def alltoall_async(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None, name: str | None = None,
@@ -303,10 +308,16 @@ def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
-def collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
-               make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
-    """Submit a collective; other modules of the package use it. `make_request` takes the name, specs and `device=`."""
-    return _submit(resolved(process_set).group(name), name, tensors_of(name, arrays), finish, blocking, make_request)
+def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
+                make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
+    """Submit a collective. `make_request` takes the name, the specs of the tensors, and `device=`."""
+    group, (tensors, restore) = resolved(process_set).group(name), tensors_of(name, arrays)
+    if isinstance(tensors, GpuTensors):
+        request = group.request_on_gpu(name, tensors, make_request)
+        tensors.prepare(request.kind in (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST))
+    else:
+        request = make_request(name, specs_of(tensors), device=DEVICE_CPU)
+    return AsyncResult((group.engine.run if blocking else group.engine.submit)(request, tensors), restore, finish)
 
 
 def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name: str, process_set: ProcessSet,
@@ -325,21 +336,9 @@ def _alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None, name
 
 def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: ProcessSet,
                blocking: bool = False) -> AsyncResult[Any]:
-    group = resolved(process_set).group(name)
-    return _submit(group, name, tensors_of(name, [array]), _FIRST, blocking,
-                   partial(broadcast_request, root_rank=root_rank, ranks=group.topology.job_ranks))
-
-
-def _submit(group: Group, name: str, tensors: Tensors, finish: Callable[[list[Any]], T], blocking: bool,
-            make_request: "partial[Request]") -> AsyncResult[T]:
-    """Submit a collective. `make_request` takes the name, the specs of the tensors, and `device=`."""
-    arrays, restore = tensors
-    if isinstance(arrays, GpuTensors):
-        request = group.request_on_gpu(name, arrays, make_request)
-        arrays.prepare(request.kind in (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST))
-    else:
-        request = make_request(name, specs_of(arrays), device=DEVICE_CPU)
-    return AsyncResult((group.engine.run if blocking else group.engine.submit)(request, arrays), restore, finish)
+    ranks = resolved(process_set).group(name).topology.job_ranks
+    return _collective([array], name, process_set, _FIRST,
+                       partial(broadcast_request, root_rank=root_rank, ranks=ranks), blocking)
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:

@@ -1,29 +1,35 @@
 """Job: what one rank has of a job from init() to shutdown(): settings, the group of all ranks, and process sets.
 
 runtime.py makes and closes the Job, and gives it to the other modules. Any thread may read it; one thread at a time
-closes it.
+closes it. Part of it is Losses, which watches the other ranks.
 """
 
 import contextlib
 import itertools
 import logging
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import RanksLostError, RecoveryError, ShutdownError, StallError
+from ..core.errors import LostRank, RanksLostError, RecoveryError, ShutdownError, StallError
+from ..core.interruption import Interruption
 from ..core.settings import Settings
 from ..core.topology import Topology, describe_wait
 from ..elastic.elastic_job import job_of
-from ..engine.engine import Engine
 from ..process import abort
+from ..process.error_text import ErrorText
+from ..process.peers import End, Invitation, Neighbours, Peers, elsewhere, local_addresses
+from ..process.procfs import Process
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
 from .group import Group
-from .lost_ranks import Losses
-from .registry import Registry
+from .process_sets import Registry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,6 +38,168 @@ logger = logging.getLogger(__name__)
 
 _timelines = itertools.count()  # The number of timelines that this process has begun because of MPISTRAT_TIMELINE.
 _LEAVE_S = 1.0  # The longest time that a rank that leaves waits for its engines.
+_STOPPED_S = 5.0  # The time after which a process that is stopped is reported.
+_CONNECT_LIMIT_S = 30.0  # The limit for a connection to rank 0's host, over all its addresses.
+_LAUNCHER_S = 2.0  # The time for mpirun to end the job. It does so 0.4 s after a rank has ended, and prints the cause.
+
+
+class Losses:
+    """Notices ranks that have died, or whose host is lost, and reacts to the loss. It watches until `stop` is called.
+
+    If the MPI library can continue without the lost ranks, all engines of this rank end with RanksLostError, and
+    `elastic.run` reconnects the surviving ranks. Otherwise mpirun, or this rank after a moment, ends the job.
+
+    Args:
+        comm: The communicator of the ranks; None for one rank.
+        processes: The processes of the other ranks of this host, by rank.
+        stopped_limit_s: Seconds after which a rank whose process is stopped is killed; 0: never.
+    """
+
+    def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
+                 processes: Mapping[int, Process] | None = None, stopped_limit_s: float = 0.0):
+        self._topology, self._comm, self.processes = topology, comm, processes or {}
+        self._stopped_limit_s = stopped_limit_s
+        self.is_tolerant = False  # Whether the job can survive the loss of a rank.
+        if comm is not None:
+            from ..transport.mpi import ulfm
+            self.is_tolerant = topology.size > 1 and ulfm.is_fault_tolerant()
+        self.interruption = Interruption(self.is_tolerant)  # Ends the waits of this rank.
+        self.irreplaceable: dict[int, str] = {}  # Ranks without which no other rank can go on, and the reasons.
+        # Called in any thread, after ranks were added to the interruption.
+        self.when_lost: Callable[[RanksLostError], None] = lambda _: None
+        self._stopped = threading.Event()
+        self._hosts: Peers | None = None
+        self._neighbours: Neighbours | None = None
+        if topology.size > 1:
+            others = [rank for rank in range(topology.size) if rank != topology.rank]
+            here = topology.local_ranks
+            beside = here[(topology.local_rank + 1) % len(here)]  # Each rank watches the next rank of its host.
+            self._neighbours = Neighbours(self.processes, others, self._have_died,
+                                          self._failed_ranks if self.is_tolerant else None,
+                                          beside if beside in self.processes else None, self._note_stopped)
+
+    def _note_stopped(self, rank: int, seconds: float) -> None:
+        """Report that a rank of this host has been stopped for `seconds`, or runs again (0.0). May kill the rank."""
+        pid, host = self.processes[rank].pid, self._topology.host_of[rank]
+        if not seconds:
+            logger.info("rank %d on %s (process %d) goes on after it was stopped", rank, host, pid)
+        elif self._stopped_limit_s and seconds >= self._stopped_limit_s:
+            logger.warning("mpistrat: rank %d on %s (process %d) is killed: it has been stopped for %g s "
+                           "(MPISTRAT_STOPPED_LIMIT_S).", rank, host, pid, seconds)
+            with contextlib.suppress(ProcessLookupError):  # The process has just ended.
+                os.kill(pid, signal.SIGKILL)
+        elif seconds == _STOPPED_S:
+            logger.warning("mpistrat: rank %d on %s (process %d) has been stopped for %g s, by a signal (SIGSTOP) or a "
+                           "debugger. The other ranks wait for it. To let it go on: kill -CONT %d", rank, host, pid,
+                           seconds, pid)
+
+    def _failed_ranks(self) -> list[int]:
+        """Return the ranks that have failed as far as MPI knows, ranks of other hosts included."""
+        from ..transport.mpi import ulfm
+        assert self._comm is not None
+        failed = ulfm.failed_ranks(self._comm)
+        if not failed and self.interruption.error is None and self._comm.Is_revoked():
+            self.lose(())  # Another rank knows which ranks are lost, and recovers.
+        return failed
+
+    @property
+    def lost(self) -> tuple[LostRank, ...]:
+        """The ranks that are known to be lost."""
+        return () if self.interruption.error is None else self.interruption.error.lost
+
+    def watch_hosts(self, probe_s: float, limit_s: float) -> None:
+        """Watch for hosts that do not answer for `limit_s`. Collective.
+
+        The first rank of each host connects to rank 0. If it cannot, it only logs the error.
+        """
+        topology, invitation = self._topology, None
+        firsts = {topology.ranks_on(host)[0]: host for host in topology.hosts}
+        if self._comm is None or len(firsts) == 1 or not limit_s:
+            return
+        if topology.rank in firsts:
+            self._hosts = Peers(topology.rank, (probe_s, limit_s))
+            # Ignore the end of a process here: mpirun, or the ranks of its host, know why it has ended.
+            self._hosts.watch(lambda first, end: self._lose_host(first, limit_s) if end is End.HOST_LOST else None)
+        if topology.rank == 0 and self._hosts is not None:
+            try:
+                invitation = self._hosts.listen([rank for rank in firsts if rank], local_addresses())
+            except OSError as error:
+                logger.warning("rank 0: there is no port to watch the other hosts: %s", error)
+        invitation = self._comm.bcast(invitation)
+        if topology.rank and self._hosts is not None and invitation is not None:
+            there = replace(invitation, addresses=[*elsewhere(invitation.addresses), topology.hosts[0]])
+            threading.Thread(target=self._connect, args=(self._hosts, there), name="mpistrat-hosts",
+                             daemon=True).start()
+
+    def _connect(self, hosts: Peers, invitation: Invitation) -> None:
+        """Connect to rank 0. Runs in a separate thread, since an address may not answer for seconds."""
+        try:
+            hosts.connect(invitation, 0, _CONNECT_LIMIT_S)
+        except OSError as error:
+            logger.debug("rank %d: the loss of the first rank's host will not be noticed, since it is not reached: %s",
+                         self._topology.rank, error)
+
+    def _lose_host(self, first: int, limit_s: float) -> None:
+        host = self._topology.host_of[first]
+        lost = [LostRank(rank, host, f"its host is lost: no answer for {limit_s:g} s")
+                for rank in self._topology.ranks_on(host)]
+        if self.is_tolerant and first:
+            self.lose(lost)
+            self._report_failed([each.rank for each in lost])
+        elif self.is_tolerant:
+            # Otherwise both sides of a cut link would continue, each as a separate job.
+            rank = mpi_library.load_mpi().COMM_WORLD.Get_rank()
+            abort.end_alone(rank, self._topology.host, ErrorText("", _text(lost)), 1)
+        elif not self._stopped.is_set():
+            self._end_now(lost)
+
+    def stop(self) -> None:
+        """Stop watching, because the other ranks may end from now on. May be called twice."""
+        self._stopped.set()
+        self.when_lost = lambda _: None
+        for watch in (self._neighbours, self._hosts):
+            if watch is not None:
+                watch.stop()
+
+    def _have_died(self, ranks: Sequence[int]) -> None:
+        lost = []
+        for rank in ranks:
+            process = self.processes.get(rank)
+            how = "MPI reports its death" if process is None else f"process {process.pid} has died"
+            lost.append(LostRank(rank, self._topology.host_of[rank], how))
+        if self.is_tolerant:
+            self.lose(lost)
+            self._report_failed([rank for rank in ranks if rank in self.processes])
+        else:
+            threading.Thread(target=self._end_job, args=(lost,), name="mpistrat-loss", daemon=True).start()
+
+    def _report_failed(self, ranks: Sequence[int]) -> None:
+        from ..transport.mpi import ulfm
+        assert self._comm is not None
+        ulfm.report_failed(self._comm, ranks, to_all=True)
+
+    def lose(self, lost: Sequence[LostRank]) -> None:
+        """End all engines of this rank with RanksLostError, because these ranks are lost. Local; returns at once.
+
+        Waiting and later collectives of this rank raise this error. Other ranks notice the loss by themselves. Any
+        thread may call `lose`, and more than once: ranks that are lost later are added to the error.
+        """
+        logger.debug("rank %d: lost %s", self._topology.rank, "; ".join(map(str, lost)))
+        abort.leave_without_finalize()
+        self.when_lost(self.interruption.add(lost))
+
+    def _end_job(self, lost: Sequence[LostRank]) -> None:
+        abort.tell_last()
+        if not self._stopped.wait(_LAUNCHER_S):
+            self._end_now(lost)
+
+    def _end_now(self, lost: Sequence[LostRank]) -> None:
+        mpi = mpi_library.load_mpi()
+        abort.end_job(mpi, mpi.COMM_WORLD.Get_rank(), self._topology.host, ErrorText("", _text(lost)))
+
+
+def _text(lost: Sequence[LostRank]) -> str:
+    return f"lost {'; '.join(map(str, lost))}, without which this rank cannot go on"
 
 
 class Job:
@@ -42,8 +210,10 @@ class Job:
         # losses: Watches for ranks that end in the middle of the job.
         # tracer: Reports the operations of the engines; None: MPISTRAT_RECORDER=0.
         self.settings, self.world, self.losses, self.tracer = settings, world, losses, tracer
+        self.topology, self.comm, self.engine = world.topology, world.comm, world.engine
+        self.data_name = world.data_name  # The name of the backend that reduces CPU tensors of all ranks.
         # Whether the job began on several hosts. A loss of ranks does not change it, since traced functions rely on it.
-        self.spans_hosts = len(world.topology.hosts) > 1
+        self.spans_hosts = len(self.topology.hosts) > 1
         self.registry = Registry(world, settings, losses.interruption)
         if tracer is not None:
             tracer.start(lambda: {number: group.traced for number, group in list(self.registry.groups.items())},
@@ -61,26 +231,6 @@ class Job:
             logger.warning("mpistrat: there is no timeline, because MPISTRAT_RECORDER=0.")
         losses.when_lost = self._interrupt
         self._in_cluster = False
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks and hosts of the job."""
-        return self.world.topology
-
-    @property
-    def comm(self) -> "MPI.Intracomm | None":
-        """The communicator of all ranks; None for one rank without MPI."""
-        return self.world.comm
-
-    @property
-    def data_name(self) -> str:
-        """The name of the backend that reduces CPU tensors of all ranks."""
-        return self.world.data_name
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of all ranks."""
-        return self.world.engine
 
     def close(self) -> None:
         """Wait until all ranks have called close(), stop the engines and free all resources. Collective.
@@ -172,11 +322,8 @@ class Job:
     def revoke(self, limit_s: float) -> list[Any]:
         """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
 
-        Returns:
-            The communicators and requests of MPI, for the caller to discard.
-
-        Raises:
-            RecoveryError: An engine has not ended within the limit.
+        Returns the communicators and requests of MPI, for the caller to discard. Raises RecoveryError: An engine has
+        not ended within the limit.
         """
         self._stop_tracer()
         self.losses.stop()

@@ -12,26 +12,25 @@ from types import ModuleType
 from typing import Any
 
 INTERNAL = "it is internal to Horovod. "
-_TORCH = ("there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, see "
-          "examples/torch_digits.py.")
+_PASSES = INTERNAL + "DistributedOptimizer takes backward_passes_per_step."
 RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
 _OWN_MODULE = "it is a module that is imported by itself: import {0}."
 
 EVERYWHERE = {
-    "torch": _TORCH,
+    "torch": "there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, "
+             "see examples/torch_digits.py.",
     "mxnet": "there is no binding for MXNet. The collectives of `import mpistrat` take numpy arrays.",
     "spark": f"there is no integration with Spark; {RUNNER}",
     "ray": f"there is no integration with Ray; {RUNNER}",
     "runner": RUNNER,
     "mpi_lib": INTERNAL + "The collectives and queries are functions of this module.",
     "HorovodInternalError": "it is mpistrat.CollectiveError.",
-    "gradient_aggregation": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "gradient_aggregation_eager": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "check_extension": INTERNAL + "`mpistrat doctor` shows what this machine has.",
-    "check_installed_version": INTERNAL + "`mpistrat doctor` shows what this machine has.",
+    **dict.fromkeys(["gradient_aggregation", "gradient_aggregation_eager"], _PASSES),
+    **dict.fromkeys(["check_extension", "check_installed_version"],
+                    INTERNAL + "`mpistrat doctor` shows what this machine has."),
     "is_version_greater_equal_than": INTERNAL + "packaging.version compares versions.",
-    "num_rank_is_power_2": INTERNAL + "Adasum itself checks the number of ranks.",
-    "check_num_rank_power_of_2": INTERNAL + "Adasum itself checks the number of ranks.",
+    **dict.fromkeys(["num_rank_is_power_2", "check_num_rank_power_of_2"],
+                    INTERNAL + "Adasum itself checks the number of ranks."),
     "handle_average_backwards_compatibility": INTERNAL + "allreduce takes both op and average.",
     "split_list": INTERNAL + "DistributedOptimizer takes groups.",
     "get_process_set_ids_and_ranks": INTERNAL + "Keep the ProcessSet objects that you register: "
@@ -51,10 +50,8 @@ TENSORFLOW: Mapping[str, str] = {
     "data": "its compute service is TensorFlow's own: the ranks start tf.data.experimental.service.DispatchServer and "
             "WorkerServer, and read with tf.data.experimental.service.distribute, see examples/data_service_digits.py.",
     "util": INTERNAL + "The functions are in mpistrat.tensorflow.",
-    "LocalGradientAggregationHelper": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "LocalGradientAggregationHelperEager": INTERNAL + "DistributedOptimizer takes backward_passes_per_step.",
-    "refs_to_vars": INTERNAL + "TensorFlow 2 has no reference variables.",
-    "vars_to_refs": INTERNAL + "TensorFlow 2 has no reference variables.",
+    **dict.fromkeys(["LocalGradientAggregationHelper", "LocalGradientAggregationHelperEager"], _PASSES),
+    **dict.fromkeys(["refs_to_vars", "vars_to_refs"], INTERNAL + "TensorFlow 2 has no reference variables."),
 }
 KERAS: Mapping[str, str] = {
     "run": _RUN,
@@ -68,7 +65,7 @@ KERAS: Mapping[str, str] = {
 
 
 _reasons: dict[str, Mapping[str, str]] = {}  # For each imported module, the reasons by name.
-modules: set[str] = set()  # Paths of Horovod's modules, which are also attributes; see horovod/imports.py.
+modules: set[str] = set()  # Paths of Horovod's modules, which are also attributes; see mpistrat/horovod.
 
 
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
@@ -82,7 +79,15 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
     def find(name: str) -> ModuleType:
         if f"{module}.{name}" in modules:
             return importlib.import_module(f"{module}.{name}")
-        raise AttributeError(_sentence(module, name, sentences))
+        text = f"module {module!r} has no attribute {name!r}"
+        if name in sentences:
+            text += f": {sentences[name]}"
+        elif not name.startswith("_"):
+            found = vars(sys.modules[module])
+            known = found.get("__all__") or [each for each, value in found.items()
+                                             if not each.startswith("_") and not isinstance(value, ModuleType)]
+            text += "".join(f". Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+        raise AttributeError(text)
 
     return find
 
@@ -90,16 +95,3 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
 def reason(module: str, name: str) -> str:
     """Return why a module of mpistrat lacks a name of Horovod, and a replacement; "" if unknown. Local."""
     return _reasons.get(module, {}).get(name, "")
-
-
-def _sentence(module: str, name: str, sentences: Mapping[str, str]) -> str:
-    text = f"module {module!r} has no attribute {name!r}"
-    if name in sentences:
-        return f"{text}: {sentences[name]}"
-    if name.startswith("_"):
-        return text
-    found = vars(sys.modules[module])
-    known = found.get("__all__") or [each for each, value in found.items()
-                                     if not each.startswith("_") and not isinstance(value, ModuleType)]
-    near = difflib.get_close_matches(name, known, 1)
-    return f"{text}. Did you mean {near[0]}?" if near else text

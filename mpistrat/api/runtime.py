@@ -6,38 +6,47 @@ may call the functions of this module; a lock makes init() and shutdown() exclud
 
 import atexit
 import dataclasses
+import hashlib
+import importlib.metadata
+import json
 import logging
 import os
 import platform
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
-from ..core import annotations, forked
-from ..core.errors import InvalidRequestError, NotInitializedError, SettingsError
+from ..core import annotations, forked, handle, signal_handlers
+from ..core.errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
 from ..core.handle import require_no_driver
+from ..core.install import pip_extra
+from ..core.request import barrier_request
 from ..core.settings import Settings, differing, horovod_warning
-from ..core.topology import Topology, unique_hosts
+from ..core.slowest import Waits
+from ..core.topology import Topology, describe_by_rank, rank_list, ranks_by_value, unique_hosts
+from ..core.version import __version__
 from ..elastic import membership
 from ..gpu.assignment import set_cuda_variables
-from ..process import abort, error_text, exit_code, report
+from ..process import abort, cores, error_text, exit_code, procfs, report
+from ..process.cores import own_cpus
 from ..process.launch_env import launched_rank, launched_size
 from ..process.launcher_watch import LauncherWatch, launcher_here, require_own_place
 from ..process.procfs import Process
 from ..trace import clocks
+from ..trace.reports import waits
 from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
-from . import handshake, own_cores
-from .backends import Backends, backends_alone, backends_over
-from .group import Group
-from .interrupt import interrupt
-from .job import Job, log_step
-from .lost_ranks import Losses
+from .group import Group, backends_over
+from .job import Job, Losses, log_step
 from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -72,16 +81,37 @@ def current() -> Job:
 
 
 def group_of(operation: str, process_set: int) -> Group:
-    """Return the group of the process set with this id. Local.
+    """Return the group of the process set with this id. Local. Raises as current().
 
-    Raises:
-        NotInitializedError: Before init() and after shutdown().
-        InvalidRequestError: The process set has been removed. The text has `operation`.
+    Raises InvalidRequestError: The process set has been removed. The text has `operation`.
     """
     group = (_runtime or current()).registry.groups.get(process_set)
     if group is None:
         raise InvalidRequestError(f"{operation}: process set {process_set} does not exist or has not been registered.")
     return group
+
+
+def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits:
+    """Return how long this rank waited for its collectives of a process set in a past time span. Local.
+
+    The times come from the engine's records of its last operations. `seconds` is less than the span if the records of
+    its first operations were dropped, and 0 if there are no records. The span is in seconds of `time.perf_counter`,
+    whose clock is that of the records, CLOCK_MONOTONIC.
+    """
+    try:
+        traced = group_of("waits_between", process_set).traced
+    except MpistratError:  # After shutdown(), or the process set was removed.
+        return Waits()
+    began, ended = int(began_s * 1e9), int(ended_s * 1e9)
+    kept = traced.ring.since(0)
+    operations = [each for each in kept if began < each.delivered and each.agreed < ended]
+    if not operations:
+        return Waits()
+    if kept[0].serial:  # Earlier records were dropped.
+        began = max(began, kept[0].delivered)
+    if began >= ended:
+        return Waits()
+    return waits(operations, (), (began, ended))
 
 
 def is_initialized() -> bool:
@@ -147,7 +177,7 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
             raise
         forked.claim(os.environ)
         _runtime = runtime
-        abort.hand_on(launched_rank(os.environ), os.environ, lambda: interrupt(lambda: current().world.engine))
+        abort.hand_on(launched_rank(os.environ), os.environ, _interrupt_soon)
         if (member := membership.current()) is not None:
             member.connected()
         global_process_set.mpi_comm = cast("MPI.Comm", comm) if hasattr(comm, "Get_group") else None
@@ -212,8 +242,7 @@ def _start_watch() -> None:
         is_disabled = Settings.from_env(os.environ).launcher_check_disable
     except SettingsError:
         is_disabled = False  # init() raises this error on all ranks, after the handshake.
-    launcher = None if is_disabled else launcher_here(os.environ)
-    if launcher is not None:
+    if not is_disabled and (launcher := launcher_here(os.environ)) is not None:
         _watch = LauncherWatch(launcher)
 
 
@@ -225,12 +254,11 @@ def _stop_watch() -> None:
 
 
 def _init_alone() -> Job:
-    settings = Settings.from_env(os.environ)
+    settings, topology = Settings.from_env(os.environ), Topology(0, (platform.node(),))
     _configure_logging(settings)
     _warn(horovod_warning(os.environ))
     logger.info("rank 0: the job has one rank, and MPI is not used")
-    topology = Topology(0, (platform.node(),))
-    return _started(settings, topology, backends_alone(settings), None, Losses(topology))
+    return _started(settings, topology, None, Losses(topology))
 
 
 def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: str) -> Job:
@@ -248,31 +276,24 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
 
 
 def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Job:
-    """Connect the ranks of a communicator and start their engines. Collective over it.
+    """Connect the ranks of a communicator and start their engines. Collective over `own`, which only the Job may use.
 
-    Args:
-        own: The communicator, which only the Job may use.
-        binds: Whether to bind each rank of a host to a share of the cores.
-        hosts: The host of each rank, if known; see handshake.exchange_info.
+    `binds`: Whether to bind each rank of a host to a share of the cores. `hosts`: The host of each rank, if known.
     """
     rank = own.Get_rank()
-    infos = handshake.exchange_info(mpi_library.load_mpi(), own, hosts)
-    problem = handshake.problems(infos)
-    if problem:
-        raise SettingsError(problem)
+    infos = exchange_info(mpi_library.load_mpi(), own, hosts)
     settings = [info.settings for info in infos if info.settings is not None]
-    different = differing(settings)
-    if different:
-        raise SettingsError(" ".join(different))
+    if problem := problems(infos) or " ".join(differing(settings)):
+        raise SettingsError(problem)
     topology = Topology(rank, unique_hosts([info.host for info in infos], [info.memory_group for info in infos]))
     _configure_logging(settings[rank])
     set_cuda_variables(os.environ, settings[rank].nccl_streams)
-    by_host = handshake.without_cupy(infos) if settings[rank].gpu_operations == "auto" else ""
+    by_host = without_cupy(infos) if settings[rank].gpu_operations == "auto" else ""
     own_settings = dataclasses.replace(settings[rank], gpu_operations="host") if by_host else settings[rank]
     if rank == 0:
-        _warn([*horovod_warning(os.environ), *handshake.differences(infos), *filter(None, [by_host])])
+        _warn([*horovod_warning(os.environ), *differences(infos), *filter(None, [by_host])])
     if binds:
-        own_cores.bind(topology, [info.cpus for info in infos], settings[rank].bind)
+        bind_cores(topology, [info.cpus for info in infos], settings[rank].bind)
     processes = {peer: Process(*process) for peer in topology.local_ranks
                  if peer != rank and (process := infos[peer].process) is not None}
     losses = Losses(topology, own, processes, settings[rank].stopped_limit_s)
@@ -280,17 +301,15 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
         losses.interruption.progress = mpi_library.load_mpi().COMM_SELF.Iprobe
     try:
         losses.watch_hosts(settings[rank].probe_s, settings[rank].lost_after_s)
-        backends = backends_over(own, topology, own_settings, losses.interruption)
-        return _started(own_settings, topology, backends, own, losses)
+        return _started(own_settings, topology, own, losses)
     except BaseException:
         losses.stop()
         raise
 
 
-def _started(settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
-             losses: Losses) -> Job:
+def _started(settings: Settings, topology: Topology, comm: "MPI.Intracomm | None", losses: Losses) -> Job:
     """Start the engine, and the tracer unless it is off. Collective over `comm`; None: this is the only rank."""
-    tracer = None
+    backends, tracer = backends_over(comm, topology, settings, losses.interruption), None
     if settings.is_recorded:
         offsets = {} if comm is None else clocks.measure(comm)
         # Not for several jobs under one mpirun, nor after a loss of ranks: rank numbers then differ from mpirun's.
@@ -326,3 +345,211 @@ def _configure_logging(settings: Settings) -> None:
 def _warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
         logger.warning("mpistrat: %s", sentence)
+
+
+# -- the handshake of init(): ranks exchange host, settings and versions, and report differences ----------------------
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The facts that a rank sends to all other ranks in init()."""
+
+    host: str
+    memory_group: int  # The lowest rank that shares memory with this rank.
+    settings: Settings | None  # The settings of the rank; None if they are not valid.
+    problem: str  # The error in the settings, or "".
+    # The versions of Python and of packages, by name; "none" for a package that is not installed.
+    versions: dict[str, str]
+    script: str  # A digest of the script.
+    cpus: list[int]  # The CPUs that the rank may use.
+    # The process of the rank, as the first four fields of procfs.Process; None if /proc does not show it.
+    process: tuple[int, int, int, int] | None
+
+
+def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
+    """Return the RankInfo of every rank, in rank order. Collective over `comm`. Raises the errors of from_texts.
+
+    `hosts`: The host of each rank, if known. Ranks that share memory have equal hosts.
+    """
+    if hosts:
+        memory_group = hosts.index(hosts[comm.Get_rank()])
+    else:
+        shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+        memory_group = shared.bcast(comm.Get_rank())
+        shared.Free()
+    settings, problem = None, ""
+    try:
+        settings = Settings.from_env(os.environ)
+    except SettingsError as error:
+        problem = str(error)
+    process = procfs.find(os.getpid())
+    own = RankInfo(platform.node(), memory_group, settings, problem, versions(), script_digest(), sorted(own_cpus()),
+                   None if process is None else (process.pid, process.started, process.parent, process.group))
+    return from_texts(comm.allgather(to_text(own)))
+
+
+def to_text(info: RankInfo) -> str:
+    return json.dumps(dataclasses.asdict(info))
+
+
+def from_texts(texts: Sequence[str]) -> list[RankInfo]:
+    """Decode the results of to_text of all ranks, in rank order.
+
+    Raises SettingsError: On all ranks, if they have different versions of mpistrat. The text names the versions.
+    """
+    received = [json.loads(text) for text in texts]
+    versions = [each.get("versions", {}).get("mpistrat", "unknown") for each in received]
+    if len(set(versions)) > 1:
+        raise SettingsError("The ranks have different versions of mpistrat, which cannot run together: "
+                            f"{describe_by_rank(versions)}. Install the same version on all hosts.")
+    return [RankInfo(**{**each, "settings": None if each["settings"] is None else Settings(**each["settings"])})
+            for each in received]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that should be the same on all ranks, by name."""
+    found = {"Python": platform.python_version(), "mpistrat": __version__}
+    # cupy has a package for each version of CUDA.
+    for name, *packages in (("tensorflow",), ("tensorflow-cpu",), ("keras",), ("numpy",),
+                            ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")):
+        found[name] = "none"
+        for package in packages or (name,):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(package)
+    return found
+
+
+def script_digest() -> str:
+    """Return the SHA-256 of the script that Python was started with, or "no file"."""
+    try:
+        with open(_script(), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return "no file"
+
+
+def _script() -> str:
+    """Return the path of the script that Python was started with; "" if a program that embeds Python gave none."""
+    return sys.argv[0] if sys.argv else ""
+
+
+def problems(infos: Sequence[RankInfo]) -> str:
+    """Return the errors in the ranks' settings, one text for all ranks with the same error; "" if there are none."""
+    ranks = ranks_by_value(info.problem for info in infos)
+    ranks.pop("", None)
+    return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
+                    for problem, where in ranks.items())
+
+
+def differences(infos: Sequence[RankInfo]) -> list[str]:
+    """Return a sentence for each version that differs among the ranks, and one if the script differs."""
+    subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
+    subjects[f"content of the script {_script()}"] = [info.script[:12] for info in infos]
+    return [f"The ranks differ in the {subject}: {describe_by_rank(values)}" for subject, values in subjects.items()
+            if len(set(values)) > 1]
+
+
+def without_cupy(infos: Sequence[RankInfo]) -> str:
+    """Return a warning if some ranks have cupy and others do not, so that all reduce GPU tensors on the host; or ""."""
+    lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
+    return "" if len(lacking) in (0, len(infos)) else (
+        f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "
+        "reduced there on all ranks.")
+
+
+# -- the cores of this rank -------------------------------------------------------------------------------------------
+
+
+def bind_cores(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> None:
+    """Bind this rank to an equal, disjoint share of the cores that the ranks of this host may use. Local.
+
+    If the ranks of the host may use different CPUs, the launcher, the user or the start-up code of `mpistrat run` has
+    bound them, and this function only logs the CPUs. Existing threads are bound too. TensorFlow makes a thread for each
+    CPU when it runs its first operation. `cpus_of`: The CPUs that each rank may use. `wanted`: MPISTRAT_BIND.
+    """
+    local = [cpus_of[rank] for rank in range(topology.size) if topology.host_of[rank] == topology.host]
+    own = frozenset(cpus_of[topology.rank])
+    if not own or len(local) == 1:
+        return
+
+    def log(cpus: frozenset[int], why: str) -> None:
+        log_step(topology.rank, "runs on %d CPUs of %s, %s: %s", len(cpus), topology.host, why,
+                 ",".join(map(str, sorted(cpus))))
+
+    if wanted not in ("all", "cores"):
+        log(own, f"as it was started: MPISTRAT_BIND={wanted}")
+    elif any(frozenset(cpus) != own for cpus in local):
+        log(own, "as it was started")
+        if topology.rank == 0:
+            _warn_of_single_cores(local)
+    else:
+        gpus = cores.gpu_cpus() if "CUDA_VISIBLE_DEVICES" not in os.environ else []
+        chosen = cores.share(own, topology.local_rank, topology.local_size, gpus)
+        if chosen is None:
+            log(own, f"because the host has fewer cores than its {len(local)} ranks")
+            return
+        try:
+            cores.take(chosen)
+        except OSError as error:
+            log(own, f"because it cannot be bound: {error}")
+        else:
+            log(chosen, "its share")
+
+
+def _warn_of_single_cores(local: Sequence[Sequence[int]]) -> None:
+    """Warn if the launcher has bound each rank to one core of many, as Open MPI's mpirun does for two ranks."""
+    try:
+        all_cores = cores.physical_cores(os.sched_getaffinity(os.getppid()))  # The launcher's own process is not bound.
+    except OSError:
+        return
+    if len(all_cores) >= 2 * len(local) and all(len(cores.physical_cores(cpus)) == 1 for cpus in local):
+        each = len(all_cores) // len(local)
+        logger.warning(
+            "mpistrat: the launcher has bound each rank to one of %d cores, and the threads of TensorFlow with it. "
+            "Start the job with `mpistrat run`, or give mpirun `--bind-to none` (Open MPI: `--map-by slot:PE=%d`): "
+            "then each rank has %d cores.", len(all_cores), each, each)
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+# `mpistrat run` interrupts the scripts of all ranks in the same step. A script that catches KeyboardInterrupt around
+# fit may then save the model, for which all ranks may have to call the same collectives. A rank that is one step ahead
+# would deadlock: it waits in the next step, and the other ranks in the save. So after the signal, a background thread
+# of each rank enters a barrier. The engines of all ranks execute in one order, so the first operation after the barrier
+# is the same on all ranks, and interrupts the script on each of them. A rank that does not come to the barrier soon, or
+# to another operation, is interrupted at once.
+
+_LIMIT_S = 2.0  # The longest wait for the barrier.
+_LOOK_S = 0.001
+
+
+def _interrupt_soon() -> None:
+    """Send SIGINT to this process soon. Returns at once. Local; for a signal handler, in the main thread."""
+    signal_handlers.expect()
+    threading.Thread(target=_interrupt, name="mpistrat-interrupt", daemon=True).start()
+
+
+def _interrupt() -> None:
+    main, lock = threading.main_thread().ident, threading.Lock()
+    is_due, has_come = threading.Event(), threading.Event()
+
+    def come() -> None:
+        is_due.set()
+        # A main thread that drives would be interrupted inside a collective. After `expect` it does not start to drive.
+        if threading.get_ident() != main and main not in handle.drivers:
+            with lock:
+                if not has_come.is_set():
+                    has_come.set()
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        controller = (engine := current().engine).controller
+        if controller.topology.size > 1:
+            engine.submit(barrier_request("Ctrl-C"), []).when_done(
+                lambda _: setattr(controller.executor, "before_next", come))
+            is_due.wait(_LIMIT_S)
+    except MpistratError:
+        pass  # The engine has ended, or this is a second Ctrl-C.
+    while not has_come.is_set():
+        come()
+        time.sleep(_LOOK_S)

@@ -1,22 +1,253 @@
 """Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
 
-`tensors_of` converts a caller's values for the engine. libraries.py has the differences among libraries, and own_gpu.py
-decides which GPU a rank uses. Any thread may call the functions of this module.
+`tensors_of` converts a caller's values for the engine. The first tensor on a GPU decides which GPU this rank uses, and
+imports cupy. This module does not import other libraries, because a caller that passes a tensor has imported its
+library. Any thread may call the functions of this module.
 """
 
+import logging
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from ..core.errors import InvalidRequestError
+from ..core.errors import InvalidRequestError, MissingDependencyError
+from ..core.install import pip_extra
 from ..core.request import DEVICE_CPU, DEVICE_GPU, Array
-from ..gpu.arrays import Allocated, GpuTensors, RecordedStream
-from .libraries import Library, TensorLike, library_of
-from .own_gpu import go_by_host, host_copies_of, this_ranks_gpu
+from ..gpu.arrays import Allocated, GpuDevice, GpuTensors, RecordedStream
+from ..gpu.backend import await_on_host
+from . import runtime
+from .job import Job
+
+if TYPE_CHECKING:
+    from ..gpu.device import Device
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+_CPU, _CUDA = 1, 2  # DLPack's device types kDLCPU and kDLCUDA
+
+
+class SupportsDLPack(Protocol):
+    """A tensor that other libraries can read (numpy, cupy, torch, jax), with methods of the array API standard."""
+
+    def __dlpack__(self) -> object: ...
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+
+TensorLike = SupportsDLPack | np.generic | complex | Sequence
+
+
+class Library:
+    """A library whose tensors are read through DLPack. Also for numbers and sequences: their results are numpy arrays.
+
+    `from_dlpack` is the library's function that imports arrays of other libraries. None: results are numpy arrays, or
+    cupy arrays on a GPU.
+    """
+
+    gpu_problem = ""  # Why tensors on a GPU are refused; "" if they are accepted.
+
+    def __init__(self, from_dlpack: Callable[[Any], Any] | None = None):
+        self._from_dlpack = from_dlpack
+
+    def to_numpy(self, value: TensorLike) -> np.ndarray:
+        """Return `value` as a numpy array, without a copy if possible."""
+        # numpy's annotation asks for the optional arguments of __dlpack__, which numpy does not need.
+        return np.from_dlpack(cast("Any", value)) if hasattr(value, "__dlpack__") else np.asarray(value)
+
+    def of(self, result: object) -> Any:
+        """Return a result (a numpy or cupy array) as a tensor of this library, over the same memory."""
+        return result if self._from_dlpack is None else self._from_dlpack(result)
+
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        """Return the set of the tensors' GPU numbers. None in the set: at least one tensor is not on a GPU."""
+        places = [value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (_CPU, 0) for value in values]
+        return {int(number) if int(kind) == _CUDA else None for kind, number in places}
+
+    def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
+        """Import tensors on a GPU. The host does not wait."""
+        arrays, stream = device.imported(values)
+        return _of_cupy(arrays, device, [stream])
+
+
+class Numpy(Library):
+    """numpy arrays and scalars."""
+
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        return {None}
+
+    def to_numpy(self, value: TensorLike) -> np.ndarray:
+        return np.asarray(value)
+
+
+class Cupy(Library):
+    """cupy arrays. Results are allocated in stream order, on cupy's current stream at the time of the call."""
+
+    def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
+        return {value.data.device_id for value in values}
+
+    def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
+        return _of_cupy(list(map(device.contiguous, values)), device, [])
+
+
+class TensorFlow(Library):
+    """TensorFlow's tensors. Their DLPack capsules name a logical GPU, which the bridge to TensorFlow translates."""
+
+    gpu_problem = ("the functions of mpistrat take no TensorFlow tensors on a GPU. Call the function of the same name "
+                   "in mpistrat.tensorflow.")
+
+
+# The libraries, by the top-level package of a tensor's type.
+KINDS: dict[str, Library] = {"numpy": Numpy(), "cupy": Cupy(), "tensorflow": TensorFlow()}
+
+
+def library_of(value: TensorLike) -> Library:
+    """Return the library of a tensor, by the package of the tensor's type.
+
+    For other packages than KINDS, `from_dlpack` is that of the array API namespace (jax) or of the package (torch).
+    """
+    package = type(value).__module__.partition(".")[0]
+    if package in KINDS:
+        return KINDS[package]
+    namespace = value.__array_namespace__() if hasattr(value, "__array_namespace__") else sys.modules.get(package)
+    return Library(getattr(namespace, "from_dlpack", None))
+
+
+def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[RecordedStream]) -> GpuTensors:
+    """Return cupy arrays in the form that the engine takes. Results are allocated on cupy's current stream.
+
+    The caller may drop the results while its work on that stream still reads them: the next use of the memory comes
+    later on the same stream, or after a wait for the stream. The contents are complete when `streams` and the current
+    stream have done their present work.
+    """
+    stream, dtypes = device.current_stream(), [array.dtype for array in arrays]
+
+    def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
+        with stream:
+            made = device.empty_all(shapes, dtypes)
+        return Allocated([array.data.ptr for array in made], made, stream)
+
+    return GpuTensors(device, [array.data.ptr for array in arrays], [array.shape for array in arrays], dtypes, arrays,
+                      [*streams, stream], [stream] if device.can_wait(stream) else None, allocate)
+
+
+# -- this rank's GPU --------------------------------------------------------------------------------------------------
+
+_devices: "WeakKeyDictionary[Job, Device]" = WeakKeyDictionary()
+# By Job, which has one GPU. Not by Device: HostCopies refers to its Device, which would then never be freed.
+_copies: "WeakKeyDictionary[Job, HostCopies]" = WeakKeyDictionary()
+_logged: WeakSet[Job] = WeakSet()
+_lock = threading.Lock()
+
+
+def this_ranks_gpu(number: int) -> "Device":
+    """Return this rank's GPU. The first call since init() decides which GPU this rank uses. Raises as make_device.
+
+    Raises InvalidRequestError: This rank already uses another GPU than `number`.
+    """
+    current = runtime.current()
+    device = _devices.get(current)
+    if device is None:
+        with _lock:
+            device = _devices.get(current) or _devices.setdefault(current, make_device(number))
+    if device.number != number:
+        raise InvalidRequestError(f"the tensor is on GPU {number}, but this rank's tensors are on GPU {device.number}; "
+                                  "a rank uses one GPU.")
+    return device
+
+
+def make_device(number: int) -> "Device":
+    """Open the GPU with this number. Raises MissingDependencyError if cupy is not installed, or cannot be imported."""
+    reason = why_no_cupy()
+    if reason:
+        raise MissingDependencyError(f"tensors on a GPU need cupy: {reason}.")
+    from ..gpu.device import Device
+    return Device(number)
+
+
+@cache
+def why_no_cupy() -> str:
+    """Return why tensors on a GPU cannot be read, or "" if they can. Imports cupy."""
+    try:
+        from ..gpu.device import Device  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return f"it is not installed ({pip_extra('gpu')})"
+        return f"it cannot be imported: {error}"
+    except Exception as error:  # cupy looks for CUDA's libraries and its driver while it is imported.
+        text = " ".join(str(error).split())
+        return f"it cannot be imported: {type(error).__name__}: {text[:300]}"
+    return ""
+
+
+def go_by_host() -> bool:
+    """Return whether GPU tensors are reduced as CPU tensors (MPISTRAT_GPU_OPERATIONS=host). Rank 0 logs it once."""
+    current = runtime.current()
+    if current.settings.gpu_operations != "host":
+        return False
+    with _lock:
+        if current not in _logged and current.topology.rank == 0:
+            logger.info("rank 0: GPU tensors are copied to the host and reduced as CPU tensors by %s: "
+                        "MPISTRAT_GPU_OPERATIONS=host", current.data_name)
+        _logged.add(current)
+    return True
+
+
+def host_copies_of(device: "Device") -> "HostCopies":
+    """Return the object that copies GPU tensors to the host and back."""
+    current = runtime.current()
+    with _lock:
+        if current not in _copies:
+            _copies[current] = HostCopies(device, current.settings.limit_s)
+        return _copies[current]
+
+
+class HostCopies:
+    """Copies tensors between this rank's GPU and pinned memory. A copy fails after `limit_s` seconds; 0: never."""
+
+    def __init__(self, device: GpuDevice, limit_s: float):
+        self._device, self._limit_s = device, limit_s
+        with device.current():
+            self._stream = device.stream()
+
+    def fetched(self, tensors: GpuTensors) -> list[np.ndarray]:
+        """Return copies of the tensors in host memory. Waits for the GPU."""
+        with self._device.current():
+            for event in tensors.ready:
+                self._device.wait(self._stream, event)
+            fetched = []
+            for array in tensors:
+                memory = self._device.pinned(array.nbytes)
+                self._copy(memory.ctypes.data, array.address, array.nbytes)
+                fetched.append(memory.view(array.dtype).reshape(array.shape))
+            return fetched
+
+    def returned(self, results: Sequence[np.ndarray], tensors: GpuTensors) -> list[Any]:
+        """Copy results to GPU memory, and return them as objects of the library of `tensors`. Waits for the GPU."""
+        with self._device.current():
+            made = tensors.allocate([result.shape for result in results])
+            for event in tensors.ready if made.stream is None else [self._device.record(made.stream)]:
+                self._device.wait(self._stream, event)
+            for result, address in zip(results, made.addresses, strict=True):
+                memory = self._device.pinned(result.nbytes)
+                memory.view(result.dtype)[:] = result.reshape(-1)
+                self._copy(address, memory.ctypes.data, result.nbytes)
+        return made.results
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        self._device.copy(target, source, nbytes, self._stream)
+        await_on_host(self._device.record(self._stream), self._limit_s)
+
+
+# -- tensors of a request ---------------------------------------------------------------------------------------------
 
 Restore = Callable[[list[Any]], list[Any]]
 

@@ -1,7 +1,7 @@
 """`mpistrat run --as-horovod`, and `mpistrat as-horovod`: a program that imports horovod, unedited, gets mpistrat.
 
 The option puts a directory on the PYTHONPATH of the ranks. The directory has a package `horovod` with the names of
-mpistrat (horovod/imports.py), the package's metadata for importlib.metadata, and a directory `bin` with a command
+mpistrat (mpistrat/horovod), the package's metadata for importlib.metadata, and a directory `bin` with a command
 `horovodrun` for a user's PATH. Without the option no path names the directory. Called by main.py and `mpistrat run`.
 """
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..api.availability import Row
+from ..api.common import Row
 from ..core.errors import LaunchError
 from ..core.install import missed_requirement, numbers, pip, pip_extra
 from ..core.topology import describe_by_rank

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..api import array_ops, availability, common, handshake, runtime
+from ..api import array_ops, common, runtime
 from ..core.errors import MpistratError
 from ..process.cores import own_cpus, physical_cores
 from ..process.launch_env import launched_rank
@@ -81,7 +81,7 @@ def collect(rank: int = 0) -> Facts:
     most_files, most_locked = (None if soft == resource.RLIM_INFINITY else soft for soft in limits)
     resolve_s, resolve_problem = resolving(host)
     return Facts(
-        rank=rank, host=host, versions=handshake.versions(), cores=len(physical_cores(own_cpus())), quota=quota,
+        rank=rank, host=host, versions=runtime.versions(), cores=len(physical_cores(own_cpus())), quota=quota,
         load=os.getloadavg()[1], memory=available if memory_left is None else min(available, memory_left),
         swapped=1 - meminfo.get("SwapFree", 0) / swap if swap else 0.0, shm=_free_bytes("/dev/shm"),
         files=None if most_files is None else most_files - opened, locked=most_locked,
@@ -276,7 +276,7 @@ def main(expected: int) -> int:
     comm = MPI.COMM_WORLD
     vendor, version = MPI.get_vendor()
     say("mpi", rank=rank, size=comm.Get_size(), vendor=vendor, version=".".join(map(str, version)),
-        shared_memory=availability.why_no_shared_memory())
+        shared_memory=common.why_no_shared_memory())
     if comm.Get_size() != expected:
         return 1
     try:

@@ -1,4 +1,4 @@
-"""Run a function on the ranks of a new job and collect the results, for mpistrat.run (horovod/run.py).
+"""Run a function on the ranks of a new job and collect the results, for mpistrat.run (mpistrat/horovod).
 
 The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. A
 rank that sees the directory writes its result there. The results of other ranks are sent to one of those ranks.

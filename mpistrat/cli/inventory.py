@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
-from ..api.availability import Row, backends
+from ..api.common import Row, backends
 from ..core.errors import LaunchError
 from ..core.install import numbers, pip, pip_extra
 from ..core.version import __version__

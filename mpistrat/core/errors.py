@@ -33,6 +33,14 @@ tensor was in a `tf.function`. After an `EngineError` it does not.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+# The names that mpistrat exports.
+__all__ = [
+    "ClusterError", "CollectiveError", "DeadlockError", "DuplicateNameError", "ElasticError", "EngineError",
+    "InvalidRequestError", "LaunchError", "MismatchError", "MissingDependencyError", "MpistratError",
+    "NotInitializedError", "RankDiedError", "RanksLostError", "RecoveryError", "RunError", "SettingsError",
+    "ShutdownError", "StallError",
+]
+
 
 class MpistratError(Exception):
     """Base class of all exceptions that mpistrat raises on purpose."""

@@ -114,7 +114,7 @@ DESCRIPTORS_PER_MESSAGE = 128
 # 102 MB on 2 ranks: 45 ms; with 128 KiB 67. On 64 ranks, where Python takes longer per chunk, 90 ms; with 256 KiB 135.
 SHM_CHUNK_BYTES = 512 * 1024
 
-# Other sizes, which a job tries on its own all-reduces (transport.shm.chunk_choice), in rising order.
+# Other sizes, which a job tries on its own all-reduces (transport.shm.two_shot), in rising order.
 # 2 ranks, 512 KiB / 2 MiB / 4 MiB, ms. Cores that share a cache: 4 MB 1.06 / 0.88 / 0.88, 16 MB 5.0 / 6.0 / 6.8, 102 MB
 # 33 / 37 / 39; that share none: 4 MB 1.62 / 1.36 / 1.56, 16 MB 6.9 / 6.3 / 6.0, 102 MB 41 / 39 / 36. 8 MiB as 4 MiB.
 SHM_LARGER_CHUNKS = (2 * 2**20, 4 * 2**20)

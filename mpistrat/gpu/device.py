@@ -1,7 +1,7 @@
 """This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
 
 This is the only module that calls cupy. It implements the Protocols of `arrays`, so all other modules run with a
-stand-in in tests. The import fails where cupy is missing; api.own_gpu.make_device names the remedy. Any thread may use
+stand-in in tests. The import fails where cupy is missing; api.tensors.make_device names the remedy. Any thread may use
 a Device.
 """
 

@@ -27,11 +27,11 @@ from ..api.common import *  # noqa: F403
 from ..process.launch_env import freeze_libraries as _freeze_libraries
 from ..tensorflow.compression import Compression
 from ..tensorflow.kerases import is_keras2_in_use as _is_keras2_in_use
-from ..tensorflow.objects import allgather_object as allgather_object  # type: ignore[assignment]
-from ..tensorflow.objects import broadcast_object as broadcast_object  # type: ignore[assignment]
+from ..tensorflow.ops import allgather_object as allgather_object  # type: ignore[assignment]
 from ..tensorflow.ops import barrier, broadcast_variables
+from ..tensorflow.ops import broadcast_object as broadcast_object  # type: ignore[assignment]
 from ..tensorflow.pin_gpu import init as init  # these three replace those of api.common
-from ..tensorflow.sessions.broadcast import broadcast_global_variables
+from ..tensorflow.sessions import broadcast_global_variables
 from . import callbacks, elastic
 from .bridge import patches as _patches
 from .optimizers.ops import allgather, allreduce, broadcast, load_model, reducescatter

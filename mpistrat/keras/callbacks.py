@@ -14,8 +14,7 @@ from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.consistency import FirstSteps
-from ..tensorflow.identity_set import IdentitySet
-from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
+from ..tensorflow.kerases import IdentitySet, build, is_of_keras, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from .alone import Alone, uncounted
 from .bridge.elastic_fit import Elastic

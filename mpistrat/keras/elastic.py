@@ -16,8 +16,7 @@ from typing import Any
 import keras
 
 from ..api import missing_names
-from ..api.elastic.sampler import ElasticSampler
-from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, run
+from ..api.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, run
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
 from .bridge.private_names import Callback, Logs
 

@@ -18,12 +18,9 @@ from ..core.request import Average, ScaledOp
 from ..tensorflow.bridge.names import eager
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.compression import Compression, Compressor, require_compression
-from ..tensorflow.equal_weights import require_equal_weights
-from ..tensorflow.gradients import label_of
-from ..tensorflow.graph.buckets import reduce_list
-from ..tensorflow.graph.reduce_spec import ReduceSpec
-from ..tensorflow.identity_set import IdentitySet
-from ..tensorflow.kerases import is_keras2, steps_of
+from ..tensorflow.consistency import require_equal_weights
+from ..tensorflow.graph.buckets import ReduceSpec, reduce_list
+from ..tensorflow.kerases import IdentitySet, is_keras2, label_of, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from .bridge import patches
 from .bridge.nested_optimizers import distributed_in, parts_of
@@ -66,7 +63,7 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
         return global_process_set
     known = set(registry.ranks_of.values())
     registry.add([ProcessSet(ranks) for host in topology.hosts if (ranks := topology.ranks_on(host)) not in known])
-    return next(registry.find(number) for number, ranks in registry.ranks_of.items() if ranks == topology.local_ranks)
+    return next(registry.sets[number] for number, ranks in registry.ranks_of.items() if ranks == topology.local_ranks)
 
 
 # -- what fit knows of such a model ------------------------------------------------------------------------------------

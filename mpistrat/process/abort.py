@@ -236,7 +236,7 @@ def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) ->
 # SIGTERM and SIGINT.
 #
 # Python's own handler of SIGINT raises KeyboardInterrupt in the main thread at once, which may be in the middle of a
-# collective. So the ranks use api/interrupt.py instead.
+# collective. So the ranks use api/runtime.py instead.
 
 _TOGETHER_S = 3.0  # between SIGCONT and SIGURG of a Ctrl-C. SIGCONT alone comes from a terminal (Ctrl-Z, fg).
 _SWAPPED_S = 0.2  # The kernel may deliver the two to two threads (wants_signal in kernel/signal.c), in either order.

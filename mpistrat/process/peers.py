@@ -123,8 +123,8 @@ class Neighbours:
 
 # -- ranks by connection -----------------------------------------------------------------------------------------------
 # One rank, the centre, listens. Each other rank has a connection to the centre, which both ends watch. These are the
-# first ranks of the hosts of a job (api/lost_ranks.py), or all ranks of a cluster with parameter servers
-# (cluster/cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit. A peer ends
+# first ranks of the hosts of a job (api/job.py), or all ranks of a cluster with parameter servers
+# (cluster.py). Agents of elastic jobs also send heartbeats, since a stopped agent keeps no commit. A peer ends
 # in one of these ways:
 # - A peer that *leaves* sends a message with the ranks that it knows to have died.
 # - A peer that *dies* sends no message. The kernel closes the connection when the process ends, for whatever reason. So

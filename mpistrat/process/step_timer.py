@@ -1,7 +1,7 @@
 """Times the first steps of a script for `mpistrat run --efficiency`, and ends the script after them.
 
-A step is a batch in Keras' fit (keras/fit/fit_callbacks.py), and otherwise one averaging of gradients
-(tensorflow/timed_steps.py). All ranks count the same steps, so all ranks end at the same step, with SystemExit, as if
+A step is a batch in Keras' fit (keras/fit/fit_callbacks.py), and elsewhere one averaging of gradients
+(tensorflow/gradients.py). All ranks count the same steps, so all ranks end at the same step, with SystemExit, as if
 the script had called sys.exit(). Code after the training does not run, except `finally` blocks.
 """
 

@@ -16,7 +16,7 @@ from ..tensorflow import files
 from ..tensorflow.bridge.names import made
 from ..tensorflow.bridge.program_order import complete_in_order
 from ..tensorflow.bridge.types import Reducible, Tensor, TensorLike
-from ..tensorflow.graph.reduce_spec import ReduceSpec
+from ..tensorflow.graph.buckets import ReduceSpec
 from ..tensorflow.list_ops import as_tensor, broadcast_list, gather_list, reduce_tensors
 from ..tensorflow.xla.context import device_here
 

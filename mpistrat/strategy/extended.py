@@ -27,8 +27,7 @@ from ..core.errors import InvalidRequestError
 from ..core.topology import Topology
 from ..tensorflow.bridge.types import Structure, Tensor, TensorLike
 from ..tensorflow.gradients import GradientOptions
-from ..tensorflow.graph.differentiable import Gradient, with_gradient
-from ..tensorflow.list_ops import equal_parts, place_in
+from ..tensorflow.list_ops import Gradient, equal_parts, place_in, with_gradient
 from ..tensorflow.xla import context as xla
 from . import collectives, input
 from .checkpoints import with_values_of

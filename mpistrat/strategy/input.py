@@ -29,7 +29,7 @@ from ..api import array_ops, runtime
 from ..core.errors import InvalidRequestError
 from ..core.topology import Topology, describe_by_rank
 from ..tensorflow.bridge import names
-from ..tensorflow.same_data import ADVICE, difference, sources_of
+from ..tensorflow.consistency import ADVICE, difference, sources_of
 
 logger = logging.getLogger(__name__)
 

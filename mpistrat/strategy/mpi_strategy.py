@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..api import array_ops, basics, runtime
+from ..api import array_ops, common, runtime
 from ..cluster import MPIClusterResolver
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
@@ -115,7 +115,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def __repr__(self) -> str:
         # TensorFlow shows this in errors, and an error with the same text on several ranks is printed once.
-        return f"<MPIStrategy of {basics.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
+        return f"<MPIStrategy of {common.size()} ranks>" if runtime.is_initialized() else "<MPIStrategy>"
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                axis: int | Sequence[int] | None = None) -> Structure:
@@ -164,7 +164,7 @@ def _agreed(options: CommunicationOptions | None) -> CommunicationOptions:
         raise InvalidRequestError("communication_options differ among the ranks: "
                                   + "; ".join(f"{other} on rank {rank}" for rank, other in enumerate(everybody)))
     nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
-    if options.implementation == nccl and not basics.nccl_built() and basics.rank() == 0:
+    if options.implementation == nccl and not common.nccl_built() and common.rank() == 0:
         logger.warning("CommunicationOptions ask for NCCL, which is not available. MPI reduces the tensors.")
     apply_timeout(options)
     return options
@@ -184,9 +184,9 @@ def _default_device() -> str:
     try:
         pin_by_default()
     except InvalidRequestError as error:
-        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", basics.rank(), error)
+        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", common.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
-    return gpus[basics.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
+    return gpus[common.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
 
 
 # -- what replaces each of TensorFlow's strategies under mpirun, by name -----------------------------------------------
@@ -226,13 +226,13 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
 
 def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **options: Any) -> MPIStrategy:
     runtime.init()
-    if cross_device_ops is not None and basics.rank() == 0:
+    if cross_device_ops is not None and common.rank() == 0:
         name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
         if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
             if runtime.current().settings.cpu_operations == "mpi":
                 logger.warning("%s: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host.", name)
         elif isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
-            if not basics.nccl_built():
+            if not common.nccl_built():
                 logger.warning("%s: NCCL is not available. %s reduces the tensors.", name, in_use)
         else:
             logger.warning("%s has no effect under MPI. %s reduces the tensors, with the same results.", name, in_use)
@@ -241,9 +241,9 @@ def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **op
 
 def _alone(**options: Any) -> MPIStrategy:
     runtime.init()
-    if basics.size() > 1:
+    if common.size() > 1:
         raise InvalidRequestError('the strategies "one_device" and "default" are for one rank. Start the script '
-                                  f'without mpirun, or write strategy("mirrored"). Received: {basics.size()} ranks')
+                                  f'without mpirun, or write strategy("mirrored"). Received: {common.size()} ranks')
     return MPIStrategy(**options)
 
 
@@ -254,10 +254,10 @@ def _parameter_server(jobs: Mapping[str, int] | None = None,
         raise InvalidRequestError("strategy() does not start evaluators, which run another program. Use "
                                   f"MPIClusterResolver, which gives each rank its role. Received: jobs={dict(jobs)}")
     if jobs is None:
-        if basics.size() < 3:
+        if common.size() < 3:
             raise InvalidRequestError('strategy("parameter_server") needs a coordinator, a worker and a parameter '
-                                      f"server. Start 3 or more ranks (mpirun -np 3). Received: {basics.size()} ranks")
-        jobs = {"chief": 1, "worker": basics.size() - 2, "ps": 1}
+                                      f"server. Start 3 or more ranks (mpirun -np 3). Received: {common.size()} ranks")
+        jobs = {"chief": 1, "worker": common.size() - 2, "ps": 1}
     resolver = MPIClusterResolver(jobs)
     if resolver.task_type != "chief":
         resolver.serve()

@@ -22,33 +22,22 @@ from ..api import common, missing_names
 from ..api.common import *  # noqa: F403
 from ..core import annotations as _annotations
 from ..process.launch_env import freeze_libraries as _freeze_libraries
-from . import elastic, iterator_ends  # noqa: F401  (the second acts by its import)
+from . import (  # noqa: F401  (the second acts by its import)
+    elastic,
+    iterator_ends,
+    ops,
+)
 from .bridge.private_names import autograph_config as _autograph
 from .bridge.private_names import is_profiled as _is_profiled
 from .bridge.program_order import session_graph as _session_graph
 from .compression import Compression
-from .gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
-from .objects import allgather_object as allgather_object  # type: ignore[assignment]
-from .objects import broadcast_object as broadcast_object  # type: ignore[assignment]
-from .objects import broadcast_object_fn
-from .ops import (
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_allreduce,
-    join,
-)
-from .pin_gpu import init as init  # replaces api.common's, as do the two functions of objects
+from .gradients import DistributedGradientTape, PartialDistributedGradientTape
+from .ops import *  # type: ignore[assignment]  # noqa: F403  (it replaces two functions of api.common)
+from .pin_gpu import init as init  # It replaces that of api.common.
 from .pin_gpu import pin_gpu
-from .query_ops import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
-from .scatter_ops import alltoall, grouped_reducescatter, reducescatter
-from .sessions.broadcast import BroadcastGlobalVariablesHook, broadcast_global_variables
-from .sessions.session_optimizer import DistributedOptimizer as _OfSessions
-from .sessions.session_optimizer import for_sessions_too as _for_sessions_too
+from .sessions import BroadcastGlobalVariablesHook, broadcast_global_variables
+from .sessions import DistributedOptimizer as _OfSessions
+from .sessions import for_sessions_too as _for_sessions_too
 
 if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
     from ..cluster import MPIClusterResolver
@@ -57,12 +46,11 @@ if TYPE_CHECKING:  # For __getattr__ below, type checkers would take Any.
 __all__ = [
     "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",  # noqa: F405
     "MPIClusterResolver", "MPIStrategy", "PartialDistributedGradientTape",
-    "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather", "allreduce", "alltoall",  # noqa: F405
-    "barrier", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object_fn", "broadcast_variables",
-    "elastic", "grouped_allgather", "grouped_allreduce", "grouped_reducescatter", "join", "local_rank_op",
-    "local_size_op", "pin_gpu", "process_set_included_op", "rank_op", "reducescatter", "size_op", "strategy",
+    "PartialDistributedOptimizer", "SyncBatchNormalization", "broadcast_global_variables", "elastic",  # noqa: F405
+    "pin_gpu", "strategy",
 ]
 __all__ += common.__all__
+__all__ += [name for name in ops.__all__ if name not in common.__all__]
 
 # There is nothing to convert in mpistrat, and AutoGraph needs seconds at the first trace to find that out. TensorFlow
 # itself makes AutoGraph convert the user's functions for `run` or `merge_call`.

@@ -16,7 +16,7 @@ from .async_op import call_site
 
 logger = logging.getLogger(__name__)
 
-_told: list[str] = []  # the formats for which the warning that they have no effect was logged
+_told: list[str] = []  # The formats for which the warning "has no effect here" was logged.
 
 
 class Compressor:
@@ -135,16 +135,9 @@ class Compression(metaclass=_Choices):
 class Compressed:
     """Dense tensors, compressed.
 
-    With fp16 and bf16 the graph does not cast tensors on a GPU: the kernel that packs the fusion buffer casts them.
-
-    Args:
-        tensors: The tensors.
-        compression: One of Compression.
-        by_host: Whether tensors on a GPU will be copied to the host, a copy that casts nothing.
-
-    Attributes:
-        tensors: The tensors to reduce.
-        wire_dtype: As in Request.
+    `tensors` are the tensors to reduce, and `wire_dtype` is as in Request. With fp16 and bf16 the graph does not cast
+    tensors on a GPU: the kernel that packs the fusion buffer casts them. `by_host`: Whether tensors on a GPU will be
+    copied to the host, a copy that casts nothing.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False,

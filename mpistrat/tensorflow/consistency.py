@@ -1,23 +1,24 @@
-"""Checks of the first reductions of gradients: the ranks train the same weights, and not all on the same data.
+"""Checks that the ranks train the same weights, and not all on the same data; and for MPIStrategy, the same datasets.
 
-With each of the first reductions a rank sends digests of its weights and of its local gradients, without waiting for
-the digests of the other ranks. The digests have arrived when a later reduction begins, because each rank sends digests
-before gradients. Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank
-sends digests depends only on the number of reductions, which is the same on all ranks.
+FirstSteps checks the first reductions of gradients, for the reducers of gradients, the callbacks and fit. With each of
+these reductions a rank sends digests of its weights and of its local gradients, without waiting for the digests of the
+other ranks. The digests have arrived when a later reduction begins, because each rank sends digests before gradients.
+Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank sends digests
+depends only on the number of reductions, which is the same on all ranks.
 
 - Weights that differ are an error before the third step. A difference before the first step is no error: models without
   an Input layer, and loops as in Horovod's examples, broadcast after the first step.
 - Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same, or
   that a tape has reduced the gradients before an optimizer does. The rank warns, unless other gradients differ: the
   generator of a GAN may get the same noise on all ranks, and its discriminator other images.
-
-Called by the gradient reducers, the callbacks and fit.
 """
 
 import hashlib
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -25,28 +26,66 @@ from operator import is_
 import numpy as np
 import tensorflow as tf
 
-from ..api import runtime
+from ..api import array_ops, runtime
 from ..api.group import Group
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import CollectiveError, MismatchError
 from ..core.handle import Handle
-from ..core.request import allgather_request, specs_of
-from ..core.topology import MOST_LISTED, rank_list
+from ..core.request import Max, Min, allgather_request, specs_of
+from ..core.rows import places_of_sample
+from ..core.topology import MOST_LISTED, describe_by_rank, rank_list, ranks_by_value
 from .async_op.submission import Observer
 from .bridge.private_names import SynchronousExecution
 from .bridge.types import Variable
-from .digests import DIGEST_BYTES, digest_of
 from .graph.cpu import to_array
+from .kerases import label_of
 
 logger = logging.getLogger(__name__)
 
-_EXCHANGES = 3  # the reductions with which digests are sent, for the same variables
-# Tapes send them in their first reductions, and in as many after 16, 32, 64 and so on: another training may follow.
-# In a graph they send them in the first ones only.
+# -- digests of arrays ------------------------------------------------------------------------------------------------
+
+# The array is divided into parts of 509 * 521 words of 64 bits. Each part has two tables of sums: over the words whose
+# positions in the part are equal modulo 509, and modulo 521. These numbers are prime. So by the Chinese remainder
+# theorem two words of a part have at most one sum in common. A change of one or two words, or a swap of two words,
+# changes at least one sum. A swap of two blocks swaps many pairs of words: some sum changes, unless the block itself
+# repeats after 509 words and the distance is a multiple of 521 words, or the reverse.
+
+DIGEST_BYTES = 8
+# A table stays in the first-level cache. 64 MB take 8.8 ms, 4.6 ms with one table of 509 sums for all of them, which
+# does not see words that change places at a distance of 509. Parts of 256 KB, of 181 * 191 words, take 12 ms, since the
+# tables are hashed. Hashes without an exception take longer: a sum of products with random numbers (Lemire and Kaser,
+# "Strongly universal string hashing is fast", 2014) 13 ms, zlib's CRC 73 ms, and blake2b 210 ms.
+_PERIODS = (509, 521)
+
+
+def digest_of(array: np.ndarray) -> bytes:
+    """Eight bytes that depend on the dtype, the shape and the bits of an array of numbers."""
+    digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=DIGEST_BYTES)
+    in_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = in_bytes[:in_bytes.size // 8 * 8].view(np.uint64)
+    part = _PERIODS[0] * _PERIODS[1]
+    for start in range(0, words.size, part):
+        found = words[start:start + part]
+        if found.size < sum(_PERIODS):  # For small arrays a hash of all words is quicker.
+            digest.update(found.data)
+            break
+        for period in _PERIODS:
+            rows = found.size // period
+            digest.update(np.add.reduce(found[:rows * period].reshape(rows, period), axis=0).data)
+            digest.update(found[rows * period:].data)  # Empty, except in the last part.
+    digest.update(in_bytes[words.size * 8:].data)
+    return digest.digest()
+
+
+# -- the first reductions ---------------------------------------------------------------------------------------------
+
+_EXCHANGES = 3  # The number of reductions of the same variables with which digests are sent.
+# Tapes send digests with their first 8 reductions, and with 8 more after 16, 32, 64 and so on: another training may
+# follow. In a graph tapes send digests only before the first gap, which begins after 24 reductions.
 _WINDOW = 8
-_OF_GRAPHS = 24  # where the first gap is
+_OF_GRAPHS = 24
 _RANK_BYTES = 4
-_NOTHING = bytes(DIGEST_BYTES)  # the digest of gradients that are all zero, or not finite: they may well be equal
+_NOTHING = bytes(DIGEST_BYTES)  # The digest of gradients that are all zero, or not finite, and so may well be equal.
 # Digests of an earlier step have arrived, unless steps overlap. Then the check is left out.
 _WAIT_S = 1.0
 
@@ -55,7 +94,7 @@ SHARD = "x, y = hvd.shard(x, y)"
 # The digests of one rank: of its gradients, and then of each variable, if they were read.
 Digests = list[bytes]
 
-_has_warned = False
+_has_warned = _has_warned_of_rounding = False  # In this process.
 _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 
@@ -63,20 +102,18 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 class _Exchange:
     """The digests of all ranks."""
 
-    # Which of the lists of variables it is for. On other ranks it is the same, unless their programs differ.
+    # The index of the list of variables. It is the same on other ranks, unless their programs differ.
     index: int
     labels: Sequence[str]  # What users call the variables.
-    handle: Handle  # Of the exchange, whose rows begin with the index.
+    handle: Handle  # The handle of the exchange, whose rows begin with the index.
 
 
 class FirstSteps:
     """The digests of the first reductions of an optimizer, or of all tapes.
 
-    Args:
-        name: The name of the optimizer or the purpose of the tapes, the same on all ranks.
-        is_of_tapes: Whether tapes reduce. A step may use several tapes, or a new tape. Reductions of different lists
-            of variables are checked separately.
-        way_out: For the warning: the code by which each rank gets different data.
+    `name` is that of the optimizer, or the purpose of the tapes. A step may use several tapes, or a new tape:
+    reductions of different lists of variables are checked separately. `way_out` is for the warning: the code by which
+    each rank gets different data.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
@@ -84,15 +121,15 @@ class FirstSteps:
         # is_paused: The weights are going to be broadcast, and reductions before that do not count.
         # is_done: There is nothing left to check.
         self.is_paused = self.is_done = False
-        # Returns the digest of each variable's value, or nothing if that is not known.
+        # Returns the digest of each variable's value, or nothing if the values are not known.
         self.digests_of: Callable[[Sequence[Variable]], Digests] = digests_of_weights
         self._purpose, self._name = name, f"check/{name}"
         self._process_set, self._is_of_tapes, self._way_out = process_set, is_of_tapes, way_out
-        self._count = 0  # of the reductions so far
-        self._joins: int | None = None  # how often the ranks had joined before the first step
+        self._count = 0  # The number of reductions so far.
+        self._joins: int | None = None  # How often the ranks had joined before the first step.
         self._exchanges: list[_Exchange] = []
-        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # the variables of each index
-        self._differed: set[int] = set()  # the indices where gradients of the same weights differed among the ranks
+        self._lists: list[Sequence[weakref.ref[Variable]]] = []  # The variables of each index.
+        self._differed: set[int] = set()  # The indices where gradients of the same weights differed among the ranks.
         _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
@@ -143,9 +180,11 @@ class FirstSteps:
         if may_read and (not earlier or (len(earlier) == 1 and differing(self._received(earlier[0])))):
             found = [each for each in (variable() for variable in variables) if each is not None]
             digests += self.digests_of(found) if len(found) == len(variables) else []
-        name = f"{self._name}/{self._count}"
-        rows = [index.to_bytes(DIGEST_BYTES, "little"), *digests]
-        self._exchanges.append(_Exchange(index, labels, _send(self._group, name, rows)))
+        head = self._group.topology.rank.to_bytes(_RANK_BYTES, "little")
+        rows = np.frombuffer(b"".join(head + row for row in (index.to_bytes(DIGEST_BYTES, "little"), *digests)),
+                             np.uint8).reshape(1 + len(digests), -1)
+        handle = self._group.engine.submit(allgather_request(f"{self._name}/{self._count}", specs_of([rows])), [rows])
+        self._exchanges.append(_Exchange(index, labels, handle))
         self._count += 1
         return True
 
@@ -265,10 +304,8 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
     `ranks_of`: The rank in the job for each element of `digests`; () means 0, 1, 2 and so on.
     """
     different = differing(digests)
-    groups: dict[bytes, list[int]] = {}
-    for rank, of_rank in enumerate(digests):
-        groups.setdefault(of_rank[1 + different[0]], []).append(ranks_of[rank] if ranks_of else rank)
-    listed = [rank_list(ranks) for ranks in groups.values()]
+    groups = ranks_by_value(of_rank[1 + different[0]] for of_rank in digests).values()
+    listed = [rank_list(ranks_of[rank] if ranks_of else rank for rank in ranks) for ranks in groups]
     more = f" and {len(listed) - MOST_LISTED} more groups" if len(listed) > MOST_LISTED else ""
     where = (" and " if len(listed) == 2 else ", ").join(listed[:MOST_LISTED]) + more
     more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
@@ -293,13 +330,6 @@ def by_rank(rows: np.ndarray) -> list[Digests]:
     for row in rows:
         found.setdefault(int.from_bytes(row[:_RANK_BYTES].tobytes(), "little"), []).append(row[_RANK_BYTES:].tobytes())
     return [found[rank] for rank in sorted(found)]
-
-
-def _send(group: Group, name: str, digests: Digests) -> Handle:
-    """Begin to gather the digests of all ranks. Collective; returns at once."""
-    head = group.topology.rank.to_bytes(_RANK_BYTES, "little")
-    rows = np.frombuffer(b"".join(head + digest for digest in digests), np.uint8).reshape(len(digests), -1)
-    return group.engine.submit(allgather_request(name, specs_of([rows])), [rows])
 
 
 def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
@@ -334,10 +364,6 @@ def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
 _readers: dict[int, tuple["weakref.ref[Variable]", str]] = {}
 
 
-def _forget(key: int, _: object) -> None:
-    _readers.pop(key, None)
-
-
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
     """The variables of this list that only the reducer `reader` reads in a graph. Local.
 
@@ -346,5 +372,170 @@ def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
     for variable in variables:
         key = id(variable)
         if key not in _readers:
-            _readers[key] = weakref.ref(variable, partial(_forget, key)), reader
+            # Called when the variable is deleted: _readers.pop(key, the reference).
+            _readers[key] = weakref.ref(variable, partial(_readers.pop, key)), reader
     return [variable for variable in variables if _readers[id(variable)][1] == reader]
+
+
+class ReadingObserver:
+    """An observer of a collective (see submission.Observer) in the graph of a session.
+
+    A callback in a graph cannot read a variable of a session. So the weights are read before a run, by another run.
+
+    `digests` gets the digests of the variables before each run; nothing if they have no values.
+    """
+
+    def __init__(self, observer: Observer, digests: Digests, variables: Sequence[Variable]):
+        self._observer, self._digests = observer, digests
+        self._variables = list(map(weakref.ref, variables))  # They have the graph, which keeps this.
+
+    def before_run(self, session: tf.compat.v1.Session) -> None:
+        """Called before a run with the collective."""
+        self._digests.clear()
+        found = [variable for variable in (reference() for reference in self._variables) if variable is not None]
+        with suppress(tf.errors.FailedPreconditionError):  # A variable has no value yet.
+            self._digests[:] = [digest_of(np.asarray(value)) for value in session.run(found)]
+
+    def __call__(self, arrays: Sequence[np.ndarray], thread: str) -> bool:
+        return self._observer(arrays, thread)
+
+
+# -- all weights, at any time -----------------------------------------------------------------------------------------
+
+# Ranks on different processors, or with other numbers of threads, may round differently, and atomic additions of a GPU
+# have no fixed order. Differences up to this part of the largest absolute value count as rounding; in half precision
+# that is 13 units of bfloat16.
+_ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
+
+CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
+          "optimizer of the model that is not a hvd.DistributedOptimizer; code that loads or assigns weights on some "
+          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. Exempt a variable that is "
+          "local to each rank with register_local_var of the optimizer.")
+
+
+def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
+                          process_set: ProcessSet = global_process_set, suspects: str = "",
+                          causes: str = CAUSES, action: str = "abort",
+                          rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
+    """Check that all ranks have the same values. Collective. CPU tensors are not copied.
+
+    If the values differ by rounding only, the first rank logs a warning, once in this process.
+
+    Args:
+        variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
+        name: The beginning of the names of the collectives.
+        place: The time of the check, for messages: "at the end of epoch 3".
+        suspects, causes: For the message, probable causes in this training, and usual causes with their remedies.
+        action: "abort": a difference is an error. "warn": a difference is a warning of the first rank.
+        rates: Other values that must be equal, as bytes, and a function, maybe collective, that all ranks call if not.
+
+    Raises:
+        MismatchError: On every rank, if values differ and `action` is "abort", or if their number or shapes differ.
+    """
+    global _has_warned_of_rounding
+    with SynchronousExecution():
+        arrays = [to_array(tf.convert_to_tensor(variable)) for variable in variables]
+    finite = process_set.group(name).finite
+    if finite is not None:
+        finite.conclude(arrays)
+    own = [digest_of(array) for array in arrays]
+    totals = np.array([int.from_bytes(hashlib.blake2b(each, digest_size=7).digest(), "little")
+                       for each in (b"".join(own), rates[0])])
+    lowest = array_ops.allreduce(np.concatenate([totals, -totals]), op=Min, name=f"{name}/digest",
+                                 process_set=process_set)
+    has_same_weights, has_same_rates = lowest[:2] == -lowest[2:]
+    if not has_same_rates:
+        rates[1]()
+    if has_same_weights:
+        return
+    of_ranks = array_ops.allgather_object((own, [(a.shape, str(a.dtype)) for a in arrays]), f"{name}/digests",
+                                          process_set)
+    counts = [len(digests) for digests, _ in of_ranks]
+    if len(set(counts)) > 1:
+        raise MismatchError(f"{place} the ranks' models have different numbers of weights: {describe_by_rank(counts)}. "
+                            "Build the same model on all ranks.")
+    digests = [[b"", *digests] for digests, _ in of_ranks]
+    where = describe_differing([label_of(v) for v in variables], digests, process_set.group(name).topology.job_ranks)
+    have_same_shapes = all(shapes == of_ranks[0][1] for _, shapes in of_ranks)
+    if have_same_shapes and all(_differs_by_rounding(arrays[number], f"{name}/spread", process_set)
+                                for number in differing(digests)):
+        if not _has_warned_of_rounding and process_set.rank() == 0:
+            logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs "
+                           "round differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an "
+                           "operation on the averaged gradients adds in no fixed order. Training goes on; larger "
+                           "differences are an error.", place, where)
+        _has_warned_of_rounding = True
+        return
+    problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
+        f"{suspects}{' ' if suspects else ''}Usual causes: {causes}"
+    if action == "abort" or not have_same_shapes:
+        raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off switches this check off.")
+    if process_set.rank() == 0:
+        logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
+
+
+def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:
+    """Whether a weight has almost the same values on all ranks. All ranks get the same result. Collective."""
+    if array.dtype.kind in "iubc":
+        return False
+    is_half = array.dtype.itemsize <= 2
+    # A value that is NaN on some ranks only is not rounding.
+    values = np.where(np.isnan(array), np.inf, array).astype(np.float32 if is_half else array.dtype)
+    lowest = array_ops.allreduce(values, op=Min, name=f"{name}/lowest", process_set=process_set)
+    highest = array_ops.allreduce(values, op=Max, name=f"{name}/highest", process_set=process_set)
+    largest = np.max(np.maximum(np.abs(lowest), np.abs(highest)))
+    tolerance = _ROUNDING_OF_HALVES if is_half else _ROUNDING
+    return bool(np.isfinite(largest) and np.max(highest - lowest) <= tolerance * largest)
+
+
+# -- whether the datasets of all ranks are made of the same data ------------------------------------------------------
+
+# MPIStrategy shards a dataset, so all ranks must have the same. Datasets are compared by the arguments of their
+# transformations: arrays, shards, counts and seeds. No element is read. The results of generators and of Python
+# functions are not compared. Local; the caller exchanges the arguments.
+
+ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
+          "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
+          "slices by rank; batch(...) is the size of the global batch. If each rank must read different data, use "
+          "strategy.distribute_datasets_from_function.")
+# The arguments of some datasets: shard, take and skip, repeat, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+
+
+def sources_of(dataset: tf.data.Dataset) -> list[str]:
+    """The arguments that a dataset and its inputs were made with, in an order that the program determines."""
+    numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
+               if hasattr(getattr(dataset, name, None), "numpy")]
+    arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
+    own = [getattr(dataset, "_mpistrat_part", ""),  # Set by shard().
+           f"{type(dataset).__name__.strip('_')}({', '.join(numbers)})" if numbers else "",
+           f"arrays of {_described(arrays)}" if arrays else ""]
+    return [each for each in own if each] + [each for other in dataset._inputs() for each in sources_of(other)]
+
+
+def difference(of_ranks: Sequence[Sequence[str]]) -> str:
+    """The first difference between the sources of the ranks; "" if there is none."""
+    for values in itertools.zip_longest(*of_ranks, fillvalue="nothing more"):
+        if len(set(values)) > 1:
+            return describe_by_rank(values)
+    return ""
+
+
+def _described(arrays: Iterable[tf.Tensor]) -> str:
+    """The shapes of arrays, and a digest of rows at equal distances."""
+    digest = hashlib.blake2b(digest_size=4)
+    for array in arrays:
+        if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):
+            continue
+        rows = some_rows(array) if array.shape.rank and array.shape[0] else array.numpy()
+        parts = np.ravel(np.asarray(rows, dtype=object)).tolist() if array.dtype == tf.string else \
+            [np.ascontiguousarray(rows).tobytes()]
+        for part in parts:
+            digest.update(part)
+    return f"shape {', '.join(str(tuple(array.shape)) for array in arrays)}, checksum of the rows {digest.hexdigest()}"
+
+
+def some_rows(array: np.ndarray | tf.Tensor) -> np.ndarray:
+    itemsize = array.itemsize if isinstance(array, np.ndarray) else max(array.dtype.size, 1)
+    places = places_of_sample(len(array), int(np.prod(array.shape[1:])) * itemsize)
+    return array[places] if isinstance(array, np.ndarray) else tf.gather(array, places).numpy()

@@ -20,18 +20,15 @@ import numpy as np
 import tensorflow as tf
 
 from ..api import array_ops, missing_names, runtime
-from ..api.elastic.sampler import ElasticSampler
-from ..api.elastic.state import HostsUpdatedInterrupt, ObjectState, Snapshot, run
+from ..api.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, Snapshot, run
 from ..core.errors import ElasticError
 from ..core.request import Average, Max, ReduceOp, ScaledOp
-from .accumulators import accumulators_among
 from .bridge.types import TensorLike, Variable
 from .compression import Compression
-from .equal_weights import require_equal_weights
+from .consistency import require_equal_weights
 from .gradients import is_local_of_any
-from .graph.buckets import reduce_list
-from .graph.reduce_spec import ReduceSpec
-from .kerases import build, variables_of
+from .graph.buckets import ReduceSpec, reduce_list
+from .kerases import accumulators_among, build, variables_of
 from .ops import broadcast_variables
 
 __all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -204,23 +201,16 @@ class TensorFlowKerasState(TensorFlowState):
             has_changed = True
         if runtime.current().topology.size == 1:
             return has_changed
-        for op, waiting in self._waiting_gradients().items():
+        found: dict[ReduceOp, list[Any]] = {}
+        for weight, variable in accumulators_among(self._variables, self.model.trainable_variables):
+            if not is_local_of_any(weight):
+                # For such a weight Keras accumulates the largest gradient.
+                op = Max if getattr(weight, "overwrite_with_gradient", False) else Average
+                found.setdefault(op, []).append(variable)
+        for op, waiting in found.items():
             spec = ReduceSpec(f"elastic.waiting/{op.name}", ScaledOp(op))
             reduced = reduce_list(list(map(tf.convert_to_tensor, waiting)), spec)
             for variable, value in zip(waiting, reduced, strict=True):
                 variable.assign(value)
             has_changed = True
         return has_changed
-
-    def _waiting_gradients(self) -> dict[ReduceOp, list[Any]]:
-        """The variables in which Keras accumulates gradients, by the operation that reduces them over the ranks.
-
-        For a weight with overwrite_with_gradient Keras accumulates the largest gradient, so the operation is Max.
-        Weights that are local to each rank are left out.
-        """
-        found: dict[ReduceOp, list[Any]] = {}
-        for weight, variable in accumulators_among(self._variables, self.model.trainable_variables):
-            if not is_local_of_any(weight):
-                op = Max if getattr(weight, "overwrite_with_gradient", False) else Average
-                found.setdefault(op, []).append(variable)
-        return found

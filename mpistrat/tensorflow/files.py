@@ -84,12 +84,9 @@ def known_value(variable: tf.Variable) -> tf.Tensor | None:
 
 
 def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], object] | None = None) -> None:
-    """Call `write` on the chief, and on each other rank that must write to have the file. Collective.
+    """Call `write`, which must not be collective, on the chief, and on each other rank that must write. Collective.
 
-    Args:
-        path: The file or directory, on this rank.
-        write: Writes the file; must not be collective.
-        prepare: Called with a rank on all ranks, before that rank writes; may be collective.
+    `prepare` is called with a rank on all ranks, before that rank writes, and may be collective.
 
     Raises:
         OSError: On every rank, if a rank could not write.
@@ -143,21 +140,18 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def exchange_status(error: Exception | None = None, path: str = "", value: object = None, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> list[FileStatus] | None:
-    """Exchange the status of a file with all ranks. Collective.
+    """Return every rank's status of a file; None where the other ranks have ended. Collective.
 
-    Args:
-        error, path, value: This rank's FileStatus.
-        name: The name of the collective; None: the name for files of a strategy.
-        process_set: The ranks that take part.
-
-    Returns:
-        Every rank's status; None where the other ranks have ended, so that no rank waits for the file.
+    `error`, `path` and `value` are this rank's. `name` is that of the collective; None: the name for files of a
+    strategy.
 
     Raises:
         Exception: `error`, if that is not None.
         OSError, CollectiveError: Another rank had an error.
     """
-    own = FileStatus(path, _description(error), _stamp(path) if path else None, value)
+    described = None if error is None else (
+        getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}")
+    own = FileStatus(path, described, _stamp(path) if path else None, value)
     try:
         statuses = array_ops.allgather_object(own, name or names.eager("strategy/files"), process_set)
     except ShutdownError:
@@ -173,14 +167,6 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
             text = f"rank {rank}: {text}"
             raise (OSError(number, text) if number else OSError(text)) if is_os_error else CollectiveError(text)
     return statuses
-
-
-
-
-def _description(error: Exception | None) -> tuple[int | None, bool, str] | None:
-    if error is None:
-        return None
-    return getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}"
 
 
 def _stamp(path: str) -> tuple[int, int] | None:

@@ -1,35 +1,44 @@
 """Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
 
+import contextlib
+import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from ..api.process_sets import ProcessSet, global_process_set, resolved
-from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, Max, ReduceOp, ScaledOp, Sum, resolve_op
+from ..api.runtime import waits_between
+from ..core.errors import InvalidRequestError, MissingDependencyError, MpistratError
+from ..core.request import Average, Max, Min, ReduceOp, ScaledOp, Sum, resolve_op
+from ..process import step_timer
+from ..process.step_timer import StepTimer
 from . import consistency
 from .async_op.submission import Observer
 from .bridge import names
+from .bridge.private_names import AtomicFunction
 from .bridge.program_order import HOST, session_graph
 from .bridge.tf_errors import as_tf_error
-from .bridge.types import OptionalGradient, Tensor, Variable
+from .bridge.types import OptionalGradient, Structure, Tensor, Variable
 from .compression import Compression, Compressor, require_compression
-from .consistency import FirstSteps
+from .consistency import FirstSteps, ReadingObserver
+from .graph.buckets import ReduceSpec
 from .graph.cpu import to_array
-from .graph.reduce_spec import ReduceSpec
-from .identity_set import IdentitySet
-from .list_ops import all_true, number_of, place_in, reduce_dense, reduce_tensors
-from .overwritten import indices_of, with_largest
-from .session_weights import ReadingObserver, SessionWeights
-from .timed_steps import count_step
+from .kerases import IdentitySet, label_of
+from .list_ops import number_of, place_in, reduce_dense, reduce_tensors
 from .xla import context as xla
 
+logger = logging.getLogger(__name__)
+
 Groups = int | list[list[Variable]] | None
+_IS_LOCAL = "_mpistrat_is_local"
+_warned: list[bool] = []  # Whether the warning of another strategy was logged.
 
 
 class GradientGroups:
@@ -93,9 +102,7 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        spec: How to reduce the gradients. The observer is called before the reduction, in a graph with the gradients of
-            the first collective.
-        options: How to send the gradients.
+        spec: The observer is called before the reduction, in a graph with the gradients of the first collective.
         variables: The variables of the gradients, for groups that are lists of variables.
         exact: As in list_ops.reduce_tensors. They are reduced with the last group.
     """
@@ -116,29 +123,16 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
     return results
 
 
-logger = logging.getLogger(__name__)
-
-_IS_LOCAL = "_mpistrat_is_local"
-_warned: list[bool] = []  # of a strategy
-
-
 class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
 
-    Args:
-        optimizer: The name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced.
-        options: How gradients are sent.
-        op, gradient_predivide_factor, scale_local_gradients, process_set: As for DistributedGradientTape.
-
-    Attributes:
-        changes_early: Whether the optimizer may change a variable before its gradient is reduced (weight decay).
-        checks_weights: Whether the first reductions compare the weights of the ranks.
-        is_global: Whether the script's batches are those of all ranks together.
+    `optimizer` is the name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced. The
+    other arguments are those of DistributedGradientTape.
     """
 
-    changes_early = False
-    checks_weights = True
-    is_global = False
+    changes_early = False  # Whether the optimizer may change a variable before its gradient is reduced (weight decay).
+    checks_weights = True  # Whether the first reductions compare the weights of the ranks.
+    is_global = False  # Whether the script's batches are those of all ranks together.
 
     def __init__(self, optimizer: names.OptimizerName | None, options: GradientOptions, op: ReduceOp,
                  gradient_predivide_factor: float = 1.0, scale_local_gradients: bool = True,
@@ -183,7 +177,7 @@ class GradientReducer:
         """Return the reduced gradients of `variables`. Collective. None stays None.
 
         For variables with overwrite_with_gradient, the largest values of all ranks are returned. `reduce_shared`
-        reduces the other gradients that are not local; its arguments are those of reduce_gradients.
+        reduces the other gradients that are not local.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients itself.
@@ -196,7 +190,7 @@ class GradientReducer:
         warn_of_strategy(self.process_set)
         overwritten = indices_of(variables)
         results = self.reduce_overwritten(gradients, variables, overwritten) if overwritten else list(gradients)
-        purpose, number = self.name, self.process_set.process_set_id or 0
+        number = self.process_set.process_set_id or 0
         shared: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None or i in overwritten:
@@ -207,10 +201,9 @@ class GradientReducer:
             shared.append(i)
         trained = [variables[i] for i in shared]
         labels = list(map(label_of, trained))
-        observer = self._observer(purpose, number, trained, labels)
-        name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
+        observer = self._observer(number, trained, labels)
         # Gradients of a tape may be differentiated; those of an optimizer are applied.
-        spec = ReduceSpec(name, self._scaled, labels, shared, number, observer=observer,
+        spec = ReduceSpec(self._name_of(self.name), self._scaled, labels, shared, number, observer=observer,
                           has_gradient=self.optimizer is None)
         reduced = reduce_shared([results[i] for i in shared], spec, self._options, trained)
         for i, gradient in zip(shared, reduced, strict=True):
@@ -219,17 +212,25 @@ class GradientReducer:
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                            indices: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `indices`. Collective if there are any.
+        """Return `gradients` with the largest values of all ranks at `indices`. None stays None.
 
-        `indices` are those of indices_of. Local variables keep their own values.
+        Collective if any is not None. `indices` are those of indices_of. Local variables keep their own values.
         """
-        indices = [i for i in indices if variables[i] not in self._local]
-        if not indices or not self.process_set.has_others():
-            return list(gradients)
-        purpose, number = f"{self.name}/overwritten", self.process_set.process_set_id or 0
-        name = names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
-        return with_largest(gradients, variables, indices, lambda tensors, of: reduce_dense(tensors, ReduceSpec(
-            name, ScaledOp(Max), list(map(label_of, of)), process_set=number, has_gradient=self.optimizer is None)))
+        results = list(gradients)
+        present = [i for i in indices if variables[i] not in self._local and gradients[i] is not None]
+        if present and self.process_set.has_others():
+            number = self.process_set.process_set_id or 0
+            largest = reduce_dense([tf.convert_to_tensor(gradients[i]) for i in present], ReduceSpec(
+                self._name_of(f"{self.name}/overwritten"), ScaledOp(Max), [label_of(variables[i]) for i in present],
+                process_set=number, has_gradient=self.optimizer is None))
+            for i, value in zip(present, largest, strict=True):
+                results[i] = value
+        return results
+
+    def _name_of(self, purpose: str) -> str:
+        """The name of a collective of this reducer; in a graph a new name at each call."""
+        number = self.process_set.process_set_id or 0
+        return names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
 
     def require_no_strategy(self) -> None:
         if _is_under_mpi_strategy():
@@ -241,7 +242,8 @@ class GradientReducer:
         if not self.process_set.has_others():
             return value
         number = number_of(self.process_set, self.name)
-        return all_true(value, names.of(f"{self.name}/{purpose}", number), number)
+        spec = ReduceSpec(names.of(f"{self.name}/{purpose}", number), ScaledOp(Min), process_set=number)
+        return tf.cast(reduce_dense([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
     def sum(self, values: tf.Tensor, purpose: str) -> tf.Tensor:
         """Return the sum of a tensor over the ranks of the process set. Collective."""
@@ -249,8 +251,7 @@ class GradientReducer:
         spec = ReduceSpec(names.of(f"{self.name}/{purpose}", number), ScaledOp(Sum), process_set=number)
         return reduce_dense([values], spec)[0]
 
-    def _observer(self, purpose: str, process_set: int, sources: Sequence[Variable],
-                  labels: Sequence[str]) -> Observer | None:
+    def _observer(self, process_set: int, sources: Sequence[Variable], labels: Sequence[str]) -> Observer | None:
         """The observer that checks the reduction of these sources' gradients; None if there is nothing to check."""
         if self.checks is not None and self.checks.is_done:
             return None
@@ -258,21 +259,21 @@ class GradientReducer:
         if not variables:
             return None
         checks = self.checks or consistency.of_tapes(
-            names.eager(purpose, process_set) if tf.executing_eagerly() else purpose, self.process_set)
+            names.eager(self.name, process_set) if tf.executing_eagerly() else self.name, self.process_set)
         # In a graph nothing orders a change of a variable that does not depend on its gradient, such as weight decay,
         # after the callback that reads the variable. What follows on a tape is not known here. While a function runs
         # that XLA has compiled, TensorFlow locks the variables that it changes.
         may_read = self.checks_weights and (tf.executing_eagerly() or (
             self.checks is not None and not self.changes_early and not xla.is_compiled()))
         if may_read and not tf.executing_eagerly():
-            variables = consistency.read_alone(variables, purpose)
+            variables = consistency.read_alone(variables, self.name)
         label_by_id = dict(zip(map(id, sources), labels, strict=True))
         observer = checks.observer(variables, [label_by_id[id(v)] for v in variables], may_read)
         if observer is None or not may_read or session_graph() is None:
             return observer
-        weights = SessionWeights()
-        checks.digests_of = weights.digests
-        return ReadingObserver(observer, weights, variables)
+        digests: list[bytes] = []
+        checks.digests_of = lambda _: digests
+        return ReadingObserver(observer, digests, variables)
 
     def _local_gradient(self, gradient: Tensor, process_set: int) -> Tensor:
         if not self._scale_local:
@@ -326,12 +327,9 @@ class Layer(Protocol):
 
 
 def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
-    """Call `register` with each weight of the layers that Horovod's Partial wrappers get. Local.
+    """Call `register` with each weight of the layers, running statistics too, that Partial wrappers get. Local.
 
-    Running statistics are weights too.
-
-    Raises:
-        InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
+    Raises InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
     """
     listed: list[Any] = list(layers) if isinstance(layers, list | tuple) else [] if layers is None else [layers]
     for layer in listed:
@@ -345,6 +343,165 @@ def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Call
             register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
 
 
-def label_of(variable: Variable) -> str:
-    """The user's name of a variable: its Keras path, or its name."""
-    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+# -- variables that their gradient overwrites -------------------------------------------------------------------------
+
+# All ranks get the largest value, which is neither averaged nor scaled. The "gradient" of such a variable is not a
+# gradient: a layer computes the variable's next value in its backward pass, and Keras' optimizers assign it. Keras'
+# float8 keeps the largest absolute values of inputs, kernels and output gradients in variables of this kind, and the
+# scales that follow from them. Keras takes the maximum where it accumulates gradients, and a process with the rows of
+# all ranks would have the maximum over all rows. Keras 3.10 to 3.15 use such variables for nothing else.
+
+
+def indices_of(variables: Sequence[Variable]) -> list[int]:
+    """The indices of the variables with overwrite_with_gradient. Local."""
+    return [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
+
+
+# -- steps of mpistrat run --efficiency -------------------------------------------------------------------------------
+
+# The optimizers, the tape and the strategy count a step where they average gradients, with one rank too; see
+# process/step_timer.py.
+
+
+def count_step(is_global: bool) -> None:
+    """Count a step now, or in a graph each time the graph runs. Does nothing without `--efficiency` or in fit. Local.
+
+    `is_global`: Whether the script's batches are those of all ranks together.
+    """
+    timer = step_timer.current()
+    if timer is None or timer.is_in_fit:
+        return
+    if tf.executing_eagerly():
+        timer.end_step(1, None, is_global, waits_between)
+        timer.end_script()
+        return
+    if session_graph() is not None:
+        raise InvalidRequestError("mpistrat run --efficiency cannot count steps in the graph of a session. Leave out "
+                                  "--efficiency, or put the step into a tf.function.")
+    if xla.is_compiled():
+        raise InvalidRequestError("mpistrat run --efficiency cannot count steps in a function that XLA compiles. Leave "
+                                  "out jit_compile=True while you measure, or train with fit.")
+    _end_after_calls(timer)
+    tf.numpy_function(lambda: timer.end_step(1, None, is_global, waits_between), [], [])
+
+
+@functools.cache
+def _end_after_calls(timer: StepTimer) -> None:
+    """End the script after a call of a graph from Python. A node cannot: TensorFlow would replace its exception.
+
+    Every call of a graph goes through AtomicFunction.call_flat, see bridge/calls.py.
+    """
+    call = AtomicFunction.call_flat
+
+    @functools.wraps(call)
+    def call_flat(function: AtomicFunction, *args: tf.Tensor) -> object:
+        result = call(function, *args)
+        if tf.executing_eagerly():
+            timer.end_script()
+        return result
+
+    AtomicFunction.call_flat = call_flat
+
+
+# -- DistributedGradientTape ------------------------------------------------------------------------------------------
+
+
+class _DistributedGradientTape(tf.GradientTape):
+    """Shares the state of the tape it was made from; `gradient` returns reduced gradients."""
+
+    def __init__(self, tape: tf.GradientTape, reducer: GradientReducer):
+        self.__dict__ = tape.__dict__  # The same recording, whichever of the two is used.
+        self._mpistrat_reducer = reducer
+
+    def gradient(self, target: object, sources: Structure, output_gradients: object = None,
+                 unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+                 use_generic_names: bool = False) -> Structure:
+        """As tf.GradientTape.gradient, but gradients are averaged over the ranks. Collective. `sources` may be nested.
+
+        `use_generic_names` is accepted for compatibility with Horovod, ignored: the names of collectives are numbers.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        # For tf.nest, None and tf.IndexedSlices are leaves.
+        flat = self._mpistrat_reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
+        if any(isinstance(each, tf.IndexedSlices) for each in flat):
+            _adapt_keras("keras" in sys.modules)
+        return tf.nest.pack_sequence_as(sources, flat)
+
+    def register_local_source(self, source: Variable) -> None:
+        """Exclude the gradients of this source from the averaging."""
+        self._mpistrat_reducer.register_local(source)
+
+
+@functools.cache
+def _adapt_keras(is_imported: bool) -> None:
+    """Make Keras optimizers add repeated rows of slices in a fixed order, if the program has imported Keras. Local."""
+    if is_imported:
+        with contextlib.suppress(MissingDependencyError):  # Keras 2, or Keras with another backend
+            import_module("mpistrat.keras.bridge.patches").apply()
+
+
+def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
+                            compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+                            op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
+                            groups: Groups = None,
+                            process_set: ProcessSet = global_process_set,
+                            scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
+    """Return a tape that shares the recording of `gradtape` and averages gradients over the ranks. Horovod's signature.
+
+    All ranks must call `gradient` in the same places of the program (in a tf.function: while it is traced). A Keras
+    variable with overwrite_with_gradient gets the largest value of all ranks, if the source is the Keras variable
+    itself and not the tf.Variable in it.
+
+    Args:
+        gradtape: A tf.GradientTape, during or after its recording.
+        device_dense: Accepted for compatibility with Horovod, ignored.
+        device_sparse: Accepted for compatibility with Horovod, ignored.
+        compression: One of Compression.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
+        op: Average or Sum.
+        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
+            N / factor after it. Average only.
+        num_groups: Deprecated form of `groups`.
+        groups: The gradients that are reduced together; default: all. A number makes that many groups, with about
+            equal numbers of gradients. Lists of variables make one group for the gradients of each list, and one group
+            for the gradients of all other variables.
+        process_set: The ranks that take part. On other ranks gradients do not change.
+        scale_local_gradients: Whether gradients that are excluded by `register_local_source` are divided by N.
+        check_weights: Whether the first reductions check that the ranks train the same weights. Pass False if each rank
+            changes its weights on purpose before it takes the gradient, as in MAML.
+
+    Raises:
+        MismatchError: From `gradient`, on every rank, if the ranks train different weights.
+        ValueError: `gradtape` is already distributed, or an argument is out of range.
+    """
+    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
+        raise ValueError("gradtape is already a DistributedGradientTape. Use it directly, or pass a tf.GradientTape.")
+    reducer = GradientReducer(None, options, op, gradient_predivide_factor, scale_local_gradients, process_set)
+    reducer.checks_weights = check_weights
+    return _DistributedGradientTape(gradtape, reducer)
+
+
+def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "",  # noqa: N802
+                                   device_sparse: str = "", compression: type[Compressor] = Compression.none,
+                                   sparse_as_dense: bool = False, op: ReduceOp = Average,
+                                   gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Groups = None,
+                                   process_set: ProcessSet = global_process_set,
+                                   local_layers: Layer | Sequence[Layer] | None = None,
+                                   scale_local_gradients: bool = True,
+                                   check_weights: bool = True) -> tf.GradientTape:
+    """As DistributedGradientTape, but without averaging the gradients of `local_layers`, which each rank trains alone.
+
+    Args:
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: As above.
+        local_layers: A Keras layer, or a list of layers. All layers must be built.
+
+    Raises:
+        ValueError: As DistributedGradientTape. Also if `local_layers` has an object that is not a built layer.
+    """
+    tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
+                                   gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+                                   check_weights)
+    register_local_layers(local_layers, tape.register_local_source)
+    return tape

@@ -5,36 +5,38 @@ Classes and attributes are compared by name, so that this module imports neither
 
 import importlib.util
 import os
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
 from .bridge.types import Variable
-from .identity_set import IdentitySet
+
+T = TypeVar("T")
 
 KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
 
 
-class Optimizer(Protocol):
-    """The attributes of optimizers of Keras 3 and Keras 2."""
+class IdentitySet(Generic[T]):
+    """A set of objects that cannot be hashed, such as variables, compared by identity, in the order of their addition.
 
-    built: bool
-    variables: Any
-    iterations: Variable
-    learning_rate: object
-    gradient_accumulation_steps: int | None
-    _accumulated_gradients: list[Variable]
-    _iterations: Variable
-    _variables: list[Variable]
+    The set keeps its members alive, since the id of a deleted object may be reused. For one thread at a time.
+    """
 
-    def build(self, variables: list[Variable]) -> None:
-        """Create the optimizer's variables for these weights."""
+    def __init__(self, members: Iterable[T] = ()):
+        self._members = {id(member): member for member in members}
 
-    def _decayed_lr(self, dtype: tf.DType) -> object:
-        """Return the learning rate of the next step. Only of `legacy` optimizers."""
+    def add(self, member: T) -> None:
+        self._members[id(member)] = member
 
-    def _create_all_weights(self, variables: list[Variable]) -> None:
-        """As build. Only of `legacy` optimizers."""
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._members.values())
+
+    def __contains__(self, candidate: object) -> bool:
+        return id(candidate) in self._members
 
 
 def is_keras2_in_use() -> bool:
@@ -64,7 +66,7 @@ def is_optimizer(value: object) -> bool:
     return is_of_keras(value, "Optimizer", "OptimizerV2")
 
 
-def is_built(optimizer: Optimizer) -> bool:
+def is_built(optimizer: Any) -> bool:
     """Whether an optimizer has the variables for the weights that it trains."""
     if not is_keras2(optimizer):
         return bool(optimizer.built)
@@ -73,7 +75,7 @@ def is_built(optimizer: Optimizer) -> bool:
     return bool(vars(optimizer).get("_built", vars(optimizer).get("_slots")))  # A `legacy` one has slots.
 
 
-def build(optimizer: Optimizer, weights: list[Variable]) -> None:
+def build(optimizer: Any, weights: list[Variable]) -> None:
     """Create an optimizer's variables for these weights, unless they exist."""
     if is_built(optimizer):
         return
@@ -84,7 +86,7 @@ def build(optimizer: Optimizer, weights: list[Variable]) -> None:
             optimizer._create_all_weights(weights)
 
 
-def variables_of(optimizer: Optimizer) -> list[Variable]:
+def variables_of(optimizer: Any) -> list[Variable]:
     """The variables of an optimizer (a method if it is `legacy`), and the loss scale, which Keras 2 leaves out."""
     found = optimizer.variables
     state: Any = vars(optimizer).get("_loss_scale")
@@ -92,19 +94,19 @@ def variables_of(optimizer: Optimizer) -> list[Variable]:
     return [*(found() if callable(found) else found), *scale]
 
 
-def steps_of(optimizer: Optimizer) -> Variable:
+def steps_of(optimizer: Any) -> Variable:
     """The variable that counts an optimizer's steps: in Keras 3 all calls, in Keras 2 calls that update weights."""
     # Where gradients are accumulated, `iterations` of Keras 3 is a quotient. In its first versions it is the variable.
     is_variable = is_keras2(optimizer) or not hasattr(optimizer, "_iterations")
     return optimizer.iterations if is_variable else optimizer._iterations
 
 
-def accumulated_passes(optimizer: Optimizer) -> int:
+def accumulated_passes(optimizer: Any) -> int:
     """The number of passes that an optimizer accumulates for one update; 0 or 1 if it does not accumulate."""
     return getattr(optimizer, "gradient_accumulation_steps", None) or 0
 
 
-def velocities_of(optimizer: Optimizer) -> list[Variable]:
+def velocities_of(optimizer: Any) -> list[Variable]:
     """The velocities of SGD or RMSprop, if it has a momentum; [] before the first step, and of other optimizers."""
     if not getattr(optimizer, "momentum", 0.0):
         return []
@@ -116,13 +118,18 @@ def velocities_of(optimizer: Optimizer) -> list[Variable]:
     return [*own.get("momentums", ()), *own.get("_momentums", ()), *slots]
 
 
+def label_of(variable: Variable) -> str:
+    """The user's name of a variable: its Keras path, or its name."""
+    return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
+
+
 def aggregation_of(variable: Variable) -> str:
     """How the replicas of a strategy add to a variable: "sum", "mean", "only_first_replica" or "none"."""
     found = getattr(variable, "aggregation", "none")
     return found if isinstance(found, str) else str(found.name).lower()
 
 
-def learning_rate_of(optimizer: Optimizer) -> object:
+def learning_rate_of(optimizer: Any) -> object:
     """The learning rate of the next step; None if it is a user-defined function."""
     hyper = vars(optimizer).get("_hyper")  # of a `legacy` one
     rate = getattr(optimizer, "_learning_rate", None) if hyper is None else hyper.get("learning_rate")
@@ -131,7 +138,7 @@ def learning_rate_of(optimizer: Optimizer) -> object:
     return optimizer.learning_rate if hyper is None else optimizer._decayed_lr(tf.float32)
 
 
-def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
+def slots_of(optimizer: Any, weight: tf.Variable) -> list[Variable]:
     """The variables that an optimizer of Keras 2 has for a weight."""
     own = vars(optimizer)
     if "_slots" in own:
@@ -142,7 +149,39 @@ def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
     return [] if place is None else [each[place] for each in lists if len(each) > place and each[place] in known]
 
 
-def calls_of(optimizer: Optimizer) -> int:
+def calls_of(optimizer: Any) -> int:
     """The number of times that gradients were passed to an optimizer."""
     calls = vars(optimizer).get("_mpistrat_passes", steps_of(optimizer))
     return int(tf.convert_to_tensor(calls))  # int() of a variable of Keras 3.0 is an error.
+
+
+# -- accumulated gradients --------------------------------------------------------------------------------------------
+
+# Keras' optimizers sum gradients in these variables until an update. Each rank sums the gradients of its own rows.
+# Averaging the sums over the ranks does not change the update.
+
+_ENDING = "_gradient_accumulator"  # The ending of the name of such a variable, after the path of its weight.
+
+
+def is_accumulator(name: str) -> bool:
+    """Whether an optimizer's variable of this name sums gradients."""
+    return name.endswith(_ENDING)
+
+
+def accumulators_of(optimizer: Any) -> list[Any]:
+    """The variables in which `optimizer` itself, without its inner optimizers, sums gradients; [] before it is built.
+
+    A sharded optimizer itself has no such variables: each rank sums its part of the reduced gradients.
+    """
+    if not (accumulated_passes(optimizer) and is_built(optimizer)):
+        return []
+    if is_keras2(optimizer):  # optimizer.variables does not contain them.
+        return list(optimizer._accumulated_gradients)
+    shown = IdentitySet(optimizer.variables)
+    return [variable for variable in optimizer._accumulated_gradients if variable in shown]
+
+
+def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of a weight and the variable among `variables` that sums the weight's gradients."""
+    named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
+    return ((named[variable.name], variable) for variable in variables if variable.name in named)

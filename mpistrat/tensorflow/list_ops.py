@@ -3,11 +3,15 @@
 A `process_set` is an id here, see Request. All functions are collective unless their docstring says otherwise.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,19 +19,136 @@ import tensorflow as tf
 from ..api import runtime
 from ..api.process_sets import ProcessSet, resolved
 from ..core.errors import InvalidRequestError, MpistratError
-from ..core.request import Average, Min, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
+from ..core.request import Average, ScaledOp, Sum, allgather_request, broadcast_request, scaled_op, specs_of
 from ..core.topology import Topology
 from .async_op import call_site
 from .async_op.submission import Observer
 from .bridge.names import of_gradient
+from .bridge.private_names import could_possibly_record, record_operation, set_node_attribute
+from .bridge.program_order import Execution, captured_in_function, current_execution, enclosing_function
 from .bridge.tf_errors import as_tf_error
-from .bridge.types import Reducible, Tensor
+from .bridge.types import OptionalGradient, Reducible, Tensor
 from .compression import Compressed, Compression, Compressor
 from .graph import cpu
-from .graph.buckets import reduce_list
-from .graph.differentiable import Gradient, with_gradient
-from .graph.reduce_spec import ReduceSpec
+from .graph.buckets import ReduceSpec, reduce_list
 from .xla import context as xla
+
+# -- collectives with gradients ---------------------------------------------------------------------------------------
+
+# tf.custom_gradient is used for eager calls only. In a graph it registers one function per call, which lives until the
+# process ends and keeps the graph alive. Here one function is registered for all collectives. The data that it needs
+# about a collective is an attribute of a node in the graph, so all copies of the graph have it.
+
+_REGISTERED = "MpistratCollective"
+_ATTRIBUTE = "_mpistrat_gradient"
+
+Collective = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+_weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", default=None)
+
+
+@contextmanager
+def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
+    """A context in which this rank's loss is weighted by `weight`, a scalar that may differ among the ranks.
+
+    The gradients of the loss are multiplied by the weight when they are summed over the ranks. Through a collective, a
+    rank's gradient contains gradients of the other ranks' losses, which have other weights. So the gradient of a
+    collective sums weighted gradients, and divides the sum by this rank's weight. None: all losses weigh the same.
+    """
+    before = _weight.set(weight)
+    try:
+        yield
+    finally:
+        _weight.reset(before)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a collective. The fields of a subclass must be serialisable as JSON."""
+
+    kinds: ClassVar[dict[str, type["Gradient"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.kinds[cls.__name__] = cls
+
+    def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradient of each of `values`, the arguments of the collective. Collective.
+
+        `upstream` is the gradient of each result, dense.
+        """
+        raise NotImplementedError
+
+
+def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the list `collective(values)` with this gradient. Collective."""
+    if tf.executing_eagerly():
+        if not could_possibly_record():
+            return list(collective(values))  # No tape records, and preparing a gradient takes 300 us.
+
+        @tf.custom_gradient
+        def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+            return list(collective(values)), lambda *upstream: _weighted(gradient, values, upstream)
+
+        return list(differentiable(*values))
+    execution = current_execution.get() or Execution()
+    before = current_execution.set(execution)
+    try:
+        results = collective(values)
+    finally:
+        current_execution.reset(before)
+    # One node has the results and the values, so that its gradient finds the values among its inputs.
+    inputs, count = [*results, *values], len(results)
+
+    def backward(*upstream: tf.Tensor) -> list[OptionalGradient]:
+        return [None] * count + _gradients(gradient, values, upstream[:count], execution)
+
+    with tf.compat.v1.get_default_graph().gradient_override_map({"IdentityN": _REGISTERED}):
+        outputs = tf.identity_n(inputs)
+    known = {"kind": type(gradient).__name__, "fields": asdict(gradient), "count": count,
+             "number": None if execution.number is None else execution.number.name, "is_past": execution.is_past,
+             "is_compiled": xla.is_compiled()}
+    set_node_attribute(outputs[0].op, _ATTRIBUTE, tf.compat.v1.AttrValue(s=json.dumps(known).encode()))
+    record_operation(_REGISTERED, outputs, inputs, backward)  # For tapes in the function; others call _registered.
+    return list(outputs[:count])
+
+
+@tf.RegisterGradient(_REGISTERED)
+def _registered(node: tf.Operation, *upstream: tf.Tensor) -> list[OptionalGradient]:
+    known = json.loads(node.get_attr(_ATTRIBUTE))
+    count = known["count"]
+    gradient = Gradient.kinds[known["kind"]](**known["fields"])
+    if known["is_compiled"]:
+        xla.note_gradient()
+    number = known["number"] and node.graph.get_tensor_by_name(known["number"])
+    return [None] * count + _gradients(gradient, list(node.inputs)[count:], upstream[:count],
+                                       Execution(number, known["is_past"]))
+
+
+def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor],
+               execution: Execution) -> list[tf.Tensor]:
+    number = execution.number
+    if number is None or (enclosing_function(number.graph) is enclosing_function() and not execution.is_past):
+        return _weighted(gradient, values, upstream)
+    with tf.device("CPU:0"):
+        number = tf.identity(number)  # Now a tensor of this graph.
+    before = current_execution.set(Execution(number, is_past=True))
+    try:
+        return _weighted(gradient, values, upstream)
+    finally:
+        current_execution.reset(before)
+
+
+def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The gradients, weighted as in `loss_weighted`. Gradients of a function inside of the step are not weighted."""
+    weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
+    if weight is None:
+        return list(gradient.of(values, dense))
+    # Without rows the weight is 0, and a loss may be anything, also NaN.
+    weighted = [tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for each in dense]
+    return [tf.math.divide_no_nan(g, tf.cast(weight, g.dtype)) for g in gradient.of(values, weighted)]
+
+
+# -- reductions and gathers -------------------------------------------------------------------------------------------
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
@@ -81,13 +202,9 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
                    exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
     """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective.
 
-    Returns the reduced tensors, followed by the reduced tensors of `exact`.
-
-    Args:
-        tensors: The same number, dtypes and shapes on all ranks; slices may have different numbers of rows.
-        spec: How to reduce. The name of each collective of slices also contains the index of the slices.
-        compression: One of Compression, for the dense tensors.
-        exact: More dense tensors, by label, which are reduced with the others but not compressed.
+    Returns the reduced tensors, followed by the reduced tensors of `exact`: more dense tensors, by label, which are not
+    compressed. Number, dtypes and shapes are the same on all ranks; slices may have different numbers of rows. The name
+    of each collective of slices also contains the index of the slices.
     """
     numbers = spec.indices or range(len(tensors))
     results, dense, observer = list(tensors), [], spec.observer
@@ -139,12 +256,6 @@ class ReduceGradient(Gradient):
         return reduce_dense(upstream, ReduceSpec(
             of_gradient(self.name, self.process_set), scaled_op(*self.scaled), self.labels,
             process_set=self.process_set, may_wait=self.may_wait, wire_dtype=self.wire_dtype, has_gradient=True))
-
-
-def all_true(value: tf.Tensor, name: str, process_set: int = 0) -> tf.Tensor:
-    """Return whether a boolean scalar is true on every rank. Collective."""
-    spec = ReduceSpec(name, ScaledOp(Min), process_set=process_set)
-    return tf.cast(reduce_list([tf.cast(value, tf.int32)], spec)[0], tf.bool)
 
 
 def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlices:
@@ -228,10 +339,8 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
                 shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """Return each tensor, concatenated over the ranks along the first dimension. One collective, not differentiable.
 
-    Args:
-        tensors, name, process_set, observer: As in cpu.run.
-        shapes: The shapes of the results, if they are known. XLA needs the shapes; by default it assumes that all ranks
-            have the same number of rows.
+    `shapes` are those of the results, if they are known. XLA needs the shapes, and by default assumes that all ranks
+    have the same number of rows.
     """
     device = call_site.device_of(tensors, process_set)
     has_rows = all(t.shape.rank for t in tensors)

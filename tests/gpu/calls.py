@@ -67,11 +67,12 @@ def steps_of(kind: str) -> None:
 def arrays() -> Callable[[], object]:
     """A step that averages cupy arrays."""
     if "--stand-in" in sys.argv:
-        from mpistrat.api import libraries, own_gpu
+        from mpistrat.api import tensors as gpu_tensors
+        from mpistrat.api.tensors import KINDS, Cupy
         from tests.support.gpu_stand_in import Device
         stand_in: Any = Device()
-        own_gpu.make_device = lambda number: stand_in
-        libraries.KINDS["tests"] = libraries.Cupy()
+        gpu_tensors.make_device = lambda number: stand_in
+        KINDS["tests"] = Cupy()
         made = [stand_in.tensor(np.ones(100, np.float32)) for _ in range(TENSORS)]
     else:
         import cupy

@@ -19,8 +19,9 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.keras as hvd
-from mpistrat.tensorflow import DistributedGradientTape, allreduce, grouped_allreduce
+from mpistrat.tensorflow import DistributedGradientTape
 from mpistrat.tensorflow.graph import buckets
+from mpistrat.tensorflow.ops import allreduce, grouped_allreduce
 from mpistrat.tensorflow.xla import custom_call
 from tests.gpu.tensorflow_checks import run, same
 

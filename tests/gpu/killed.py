@@ -23,7 +23,7 @@ IS_STAND_IN = "--stand-in" in sys.argv
 def rank() -> None:
     """What each rank runs. One that reads a wrong number says so."""
     import mpistrat
-    from mpistrat.api.elastic.state import ObjectState, run
+    from mpistrat.api.elastic import ObjectState, run
     from tests.gpu.two_ranks import Gpu, StandIn
     mpistrat.init()
     size_before = mpistrat.size()

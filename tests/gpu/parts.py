@@ -31,7 +31,7 @@ _PROBE = """
 import json
 found = {"gpus": 0, "nccl": 0, "cupy": ""}
 try:
-    from mpistrat.api.own_gpu import why_no_cupy
+    from mpistrat.api.tensors import why_no_cupy
     reason = why_no_cupy()
     found["cupy"] = reason and f"no cupy: {reason}"
     if not reason:

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 import mpistrat.keras as hvd
 from mpistrat.cli.bench import Shapes, bert_base, resnet50
-from mpistrat.tensorflow import DistributedGradientTape, grouped_allreduce
+from mpistrat.tensorflow import DistributedGradientTape
+from mpistrat.tensorflow.ops import grouped_allreduce
 
 IS_STAND_IN = "--stand-in" in sys.argv
 WARM_UP, STEPS = (1, 3) if IS_STAND_IN else (5, 25)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api import tensors as gpu_tensors
+from mpistrat.api.tensors import KINDS, Cupy
 from tests.gpu.memory import DTYPES, can_test
 from tests.support.dtypes import dtype_of
 
@@ -42,8 +43,8 @@ class StandIn:
         from tests.support import gpu_stand_in
         self.device = gpu_stand_in.Device(seed=mpistrat.rank())
         device: Any = self.device
-        own_gpu.make_device = lambda number: device
-        libraries.KINDS["tests"] = libraries.Cupy()
+        gpu_tensors.make_device = lambda number: device
+        KINDS["tests"] = Cupy()
 
     def array(self, values: np.ndarray) -> Any:
         """Copy to the stand-in."""

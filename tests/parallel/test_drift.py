@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras.fit.fit_checks import ChecksWithinEpochs  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy, equal_weights  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy, consistency  # noqa: E402
 
 from ..support.levels import sample  # noqa: E402
 from .helpers import everywhere  # noqa: E402
@@ -30,7 +30,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     """As with MPISTRAT_CHECK_EVERY and MPISTRAT_CHECK_ACTION."""
     own = runtime.current()
     before = own.settings
-    monkeypatch.setattr(equal_weights, "_has_warned", False)
+    monkeypatch.setattr(consistency, "_has_warned_of_rounding", False)
 
     def set_settings(every: int = EVERY, action: str = "abort") -> None:
         own.settings = dataclasses.replace(before, check_every=every, check_action=action)

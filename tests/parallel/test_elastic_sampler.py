@@ -3,8 +3,7 @@
 import pytest
 
 import mpistrat
-from mpistrat.api.elastic.sampler import ElasticSampler
-from mpistrat.api.elastic.state import ObjectState
+from mpistrat.api.elastic import ElasticSampler, ObjectState
 
 
 def dealt_out(sampler: ElasticSampler) -> list[list[int]]:

@@ -19,7 +19,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu, runtime
+from mpistrat.api import runtime, tensors
 from mpistrat.core.errors import EngineError
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.copy_kernel import CopyJob
@@ -134,8 +134,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
     patch.setenv("MPISTRAT_DISABLE", "stream_order" if completion else "none")
     patch.setenv("MPISTRAT_FUSION_THRESHOLD", str(2**20))
     if kind == "stand-in":
-        patch.setattr(own_gpu, "make_device", lambda number: found.device)
-        patch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+        patch.setattr(tensors, "make_device", lambda number: found.device)
+        patch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     mpistrat.init()
     yield found
     mpistrat.shutdown()
@@ -349,7 +349,7 @@ def test_a_tensor_on_another_gpu_is_refused(library: Any) -> None:
     mpistrat.allreduce(array)
     other = array.__dlpack_device__()[1] + 1
     with pytest.raises(mpistrat.InvalidRequestError, match=f"on GPU {other}, but this rank's tensors are on GPU"):
-        own_gpu.this_ranks_gpu(other)
+        tensors.this_ranks_gpu(other)
 
 
 def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.FixtureRequest,
@@ -379,8 +379,8 @@ def overlapping(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     def begin(operations: str) -> tuple[StandIn, list[Any], list[Any]]:
         monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
-        monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-        monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+        monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
+        monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
         monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
             world.group.Incl(connecting[-1].ranks)))
         mpistrat.shutdown()
@@ -465,8 +465,8 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
 
     found = StandIn(rank)
     monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
+    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     if rank == 0:
         monkeypatch.setattr(gpu_executor, "check_waiting", fail)
     mpistrat.shutdown()
@@ -488,8 +488,8 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
                                                               monkeypatch: pytest.MonkeyPatch,
                                                               caplog: pytest.LogCaptureFixture) -> None:
     found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
-    monkeypatch.setattr(own_gpu, "make_device", lambda number: found.device)
-    monkeypatch.setitem(libraries.KINDS, "tests", libraries.Cupy())
+    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
+    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
 
     def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any, *lost: int) -> None:
         copy(self, table, blocks, job, stream, *lost)

@@ -11,7 +11,7 @@ import mpistrat
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from mpistrat.api import own_gpu  # noqa: E402
+from mpistrat.api import tensors as gpu_tensors  # noqa: E402
 from mpistrat.engine.engine import Engine  # noqa: E402
 from mpistrat.gpu import backend  # noqa: E402
 from mpistrat.tensorflow.async_op import call_site  # noqa: E402
@@ -429,7 +429,7 @@ def test_a_compiled_step_with_a_tape_does_not_wait_on_the_host(xla: None, hvd: A
     for _ in range(3):  # The first ones are compared with the CPU.
         expected = step(numbers([4, 3], rank)).numpy()
     waits: list[object] = []
-    for module in (own_gpu, backend):
+    for module in (gpu_tensors, backend):
         monkeypatch.setattr(module, "await_on_host", lambda *of: waits.append(of))
     np.testing.assert_array_equal(step(numbers([4, 3], rank)), expected)
     assert not waits

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import mpistrat
 import mpistrat.tensorflow as hvd
-from mpistrat.api import registry, runtime
+from mpistrat.api import process_sets, runtime
 from mpistrat.core.errors import InvalidRequestError, MismatchError, MpistratError
 from mpistrat.core.request import allreduce_request, scaled_op, specs_of
 from mpistrat.process import abort
@@ -214,22 +214,22 @@ def test_ranks_that_remove_different_sets_get_an_error(rank: int, size: int, two
         mpistrat.remove_process_set(two_sets[0] if rank == 0 else two_sets[1])
 
 
-@pytest.mark.parametrize("failing", ["backends_alone", "Group"])
+@pytest.mark.parametrize("failing", ["backends_over", "Group"])
 def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_changes_nothing(
         failing: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 fails at the second of two sets, where other ranks do not. The ranks of the first are connected then."""
-    original = getattr(registry, failing)
+    original = getattr(process_sets, failing)
 
     def fails(*args: Any) -> Any:
         if rank == 0:
             raise OSError("no room for the set")
         return original(*args)
 
-    second = range(1) if failing == "backends_alone" else range(max(1, size - 1))
+    second = range(1) if failing == "backends_over" else range(max(1, size - 1))
     sets = [mpistrat.ProcessSet(range(1, size)), mpistrat.ProcessSet(second)]
     with monkeypatch.context() as patch, pytest.raises(
             MpistratError, match=r"^ranks \[0\] cannot connect the process set \[0.*\]: OSError\('no room for"):
-        patch.setattr(registry, failing, fails)
+        patch.setattr(process_sets, failing, fails)
         runtime.current().registry.add(sets)
     assert [each.process_set_id for each in sets] == [None, None]
     runtime.current().registry.add(sets)

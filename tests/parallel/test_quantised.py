@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.api.backends import backends_over
+from mpistrat.api.group import backends_over
 from mpistrat.core.arithmetic import Reduction, Scale
 from mpistrat.core.interfaces import DataPlane
 from mpistrat.core.interruption import Interruption

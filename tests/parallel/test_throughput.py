@@ -16,7 +16,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.api import runtime  # noqa: E402
-from mpistrat.api.elastic.state import ObjectState  # noqa: E402
+from mpistrat.api.elastic import ObjectState  # noqa: E402
 from mpistrat.keras.bridge import throughput  # noqa: E402
 from mpistrat.keras.bridge.throughput import Work  # noqa: E402
 from mpistrat.keras.bridge.training import step_values_of  # noqa: E402

@@ -14,7 +14,7 @@ import numpy as np
 
 import mpistrat.keras as hvd
 from mpistrat.elastic import membership
-from mpistrat.tensorflow.digests import digest_of
+from mpistrat.tensorflow.consistency import digest_of
 
 hvd.init()
 generation = membership.current().job.generation

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat as hvd
-from mpistrat.api.elastic.sampler import ElasticSampler
-from mpistrat.api.elastic.state import ObjectState, run
+from mpistrat.api.elastic import ElasticSampler, ObjectState, run
 from mpistrat.elastic import membership
 
 ROWS, BATCH = 60, 2

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api import tensors as gpu_tensors
+from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
@@ -42,7 +43,7 @@ class Gpu:
     @property
     def device(self) -> Any:
         """The one that the engine uses, which is another one after each init()."""
-        return own_gpu.this_ranks_gpu(self._number)
+        return gpu_tensors.this_ranks_gpu(self._number)
 
     def array(self, elements: int) -> Any:
         """A float32 array."""
@@ -56,13 +57,13 @@ class StandIn:
         from tests.support import gpu_stand_in
         make: Any = gpu_stand_in.Device
         self.name = "stand-in, no GPU"
-        own_gpu.make_device = lambda number: make(seed=mpistrat.rank())
-        libraries.KINDS["tests"] = libraries.Cupy()
+        gpu_tensors.make_device = lambda number: make(seed=mpistrat.rank())
+        KINDS["tests"] = Cupy()
 
     @property
     def device(self) -> Any:
         """The one that the engine uses, which is another one after each init()."""
-        return own_gpu.this_ranks_gpu(0)
+        return gpu_tensors.this_ranks_gpu(0)
 
     def array(self, elements: int) -> Any:
         """A float32 array."""

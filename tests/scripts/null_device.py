@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import libraries, own_gpu
+from mpistrat.api import tensors as gpu_tensors
+from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench import resnet50
 from mpistrat.gpu import gpu_executor
 from mpistrat.gpu.arrays import GpuArray
@@ -244,8 +245,8 @@ def tensors() -> None:
 def main() -> None:
     """Measure on one rank."""
     make: Any = Device
-    own_gpu.make_device = lambda number: make()
-    libraries.KINDS["__main__"] = libraries.Cupy()
+    gpu_tensors.make_device = lambda number: make()
+    KINDS["__main__"] = Cupy()
     gpu_executor.check_waiting = lambda device, buffer: None
     os.environ["MPISTRAT_DISABLE"] = "shadow"  # There are no numbers.
     mpistrat.init()

@@ -16,7 +16,7 @@ def registered_first() -> None:
 atexit.register(registered_first)
 
 import mpistrat  # noqa: E402
-from mpistrat.api.elastic.recovery import recover  # noqa: E402
+from mpistrat.api.elastic import recover  # noqa: E402
 from mpistrat.core.errors import RanksLostError  # noqa: E402
 
 mpistrat.init()

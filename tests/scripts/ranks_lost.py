@@ -16,7 +16,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.api.elastic.recovery import recover
+from mpistrat.api.elastic import recover
 from mpistrat.core.errors import RanksLostError
 
 

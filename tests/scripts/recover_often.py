@@ -12,7 +12,7 @@ import psutil
 
 import mpistrat
 from mpistrat.api import runtime
-from mpistrat.api.elastic.recovery import recover
+from mpistrat.api.elastic import recover
 from mpistrat.core.errors import RanksLostError
 
 

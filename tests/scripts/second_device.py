@@ -17,7 +17,8 @@ tf.config.set_logical_device_configuration(
 import keras  # noqa: E402
 
 import mpistrat.keras as hvd  # noqa: E402
-from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy, allreduce  # noqa: E402
+from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
+from mpistrat.tensorflow.ops import allreduce  # noqa: E402
 from mpistrat.tensorflow.xla import context  # noqa: E402
 
 context.device_of_compiled = lambda: DEVICE

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mpistrat.api import own_gpu
+from mpistrat.api import tensors as gpu_tensors
 from mpistrat.tensorflow.async_op import call_site, streams
 from mpistrat.tensorflow.graph import xla_collective
 from mpistrat.tensorflow.xla import context, custom_call
@@ -36,10 +36,10 @@ class Device(gpu_stand_in.Device):
 def install(rank: int, replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let all tensors of this process go the way of GPU tensors: eager ones, those of graphs, and XLA's."""
     def place_of(call: Any) -> tuple[Device, gpu_stand_in.Stream]:
-        device: Any = own_gpu.this_ranks_gpu(0)
+        device: Any = gpu_tensors.this_ranks_gpu(0)
         return device, device.current_stream()
 
-    replace(own_gpu, "make_device", lambda number: Device(seed=rank))
+    replace(gpu_tensors, "make_device", lambda number: Device(seed=rank))
     replace(streams, "check", lambda *_: None)  # TensorFlow's work is over when the check comes to it.
     replace(streams, "ContextStream", lambda device, where: device.stream())
     replace(streams, "stream_of_handler", lambda device, where: device.current_stream())

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat import horovod
 from mpistrat.cli import as_horovod
 from mpistrat.cli.main import main
 from mpistrat.core.settings import take_horovods, taken_from_horovod
-from mpistrat.horovod import imports
 from mpistrat.process import error_text
 from mpistrat.process.launch_env import RUN_KERAS_2
 
-PLACE = Path(imports.__file__).parent / "path"
+PLACE = Path(horovod.__file__).parent / "path"
 PROGRAM = """
 import importlib, importlib.metadata, json, os
 import horovod, horovod.tensorflow as hvd, horovod.tensorflow.keras, horovod.keras.callbacks
@@ -82,7 +82,7 @@ def test_errors_of_old_words_name_the_option_unless_it_is_given(keras_2: bool, m
     monkeypatch.delenv(RUN_KERAS_2, raising=False)
     if keras_2:
         monkeypatch.setenv(RUN_KERAS_2, "1")
-    imports.install_horovod("horovod")
+    horovod.install_horovod("horovod")
     errors = [TypeError("'list' object is not callable"), ValueError("Argument(s) not recognized: {'lr': 0.1}"),
               TypeError("Trainer.compile() got an unexpected keyword argument 'experimental_run_tf_function'.")]
     for error in errors:
@@ -163,9 +163,9 @@ def test_the_command_of_a_job_has_it(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_functions_of_its_util() -> None:
-    assert imports.split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert imports.split_list([1], 2) == [[1]]
-    assert [n for n in range(9) if imports.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+    assert horovod.split_list(list(range(7)), 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert horovod.split_list([1], 2) == [[1]]
+    assert [n for n in range(9) if horovod.num_rank_is_power_2(n)] == [1, 2, 4, 8]
 
 
 @pytest.mark.nightly

@@ -24,7 +24,7 @@ from mpistrat.tensorflow.async_op import c_api, kernel, streams  # noqa: E402
 from mpistrat.tensorflow.bridge import gpu_device  # noqa: E402
 from mpistrat.tensorflow.bridge.program_order import resource_of_name  # noqa: E402
 from mpistrat.tensorflow.graph import buckets  # noqa: E402
-from mpistrat.tensorflow.graph.reduce_spec import ReduceSpec  # noqa: E402
+from mpistrat.tensorflow.graph.buckets import ReduceSpec  # noqa: E402
 from tests.support import tensorflow_stand_in  # noqa: E402
 from tests.support.gpu_stand_in import Device  # noqa: E402
 from tests.support.jobs import wait_until  # noqa: E402

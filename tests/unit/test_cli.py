@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 import mpistrat
-from mpistrat.api.availability import Row
+from mpistrat.api.common import Row
 from mpistrat.cli import doctor, inventory, rank_command
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.child import MARK

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.api import own_cores
+from mpistrat.api.runtime import bind_cores
 from mpistrat.core.topology import Topology
 from mpistrat.process import cores
 from mpistrat.process.cores import gpu_cpus, parse_list, physical_cores, share
@@ -88,7 +88,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_ranks_that_nobody_has_bound_share_the_cores(taken: list[set[int]], caplog: pytest.LogCaptureFixture) -> None:
-    own_cores.bind(TWO, [[100, 101], [100, 101], [100, 101]], "all")
+    bind_cores(TWO, [[100, 101], [100, 101], [100, 101]], "all")
     assert taken == [{101}]
     assert "rank 1: runs on 1 CPUs of a, its share: 101" in caplog.text
 
@@ -99,7 +99,7 @@ def test_ranks_that_nobody_has_bound_share_the_cores(taken: list[set[int]], capl
     ([[]] * 3, "all", "")])
 def test_others_stay_as_they_are(cpus_of: list[list[int]], wanted: str, why: str, taken: list[set[int]],
                                  caplog: pytest.LogCaptureFixture) -> None:
-    own_cores.bind(TWO, cpus_of, wanted)
+    bind_cores(TWO, cpus_of, wanted)
     assert taken == []
     assert why in caplog.text and (why or not caplog.text)
 
@@ -110,7 +110,7 @@ def test_an_affinity_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(cores, "take", refuse)
     caplog.set_level(logging.DEBUG, "mpistrat")
-    own_cores.bind(TWO, [[100, 101]] * 3, "all")
+    bind_cores(TWO, [[100, 101]] * 3, "all")
     assert "because it cannot be bound: not permitted" in caplog.text
 
 
@@ -118,7 +118,7 @@ def test_ranks_that_the_launcher_has_bound_to_one_of_many_cores_are_told_how_to_
         taken: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(100, 108)))
     for rank in range(2):
-        own_cores.bind(Topology(rank, ("a", "a")), [[100], [101]], "all")
+        bind_cores(Topology(rank, ("a", "a")), [[100], [101]], "all")
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "one of 8 cores" in warnings[0] and "--map-by slot:PE=4" in warnings[0]

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.api import elastic as states
 from mpistrat.api import runtime
-from mpistrat.api.elastic import state as states
 from mpistrat.cli import elastic_run
 from mpistrat.cli.elastic_run import HostFinder, _Control, is_asked_for, limits_of, slurm_counts, tolerant_options
 from mpistrat.cli.mpirun import LaunchCommand, Mpirun

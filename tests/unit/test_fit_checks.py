@@ -25,7 +25,7 @@ from mpistrat.keras.fit.fit_states import (  # noqa: E402
     readers,
     setters,
 )
-from mpistrat.tensorflow.digests import digest_of  # noqa: E402
+from mpistrat.tensorflow.consistency import digest_of  # noqa: E402
 
 BEGIN = Begin(steps=8, epochs=3, weights=4, collective=(), readers=(), averages_statistics=True)
 

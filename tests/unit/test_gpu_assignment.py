@@ -160,7 +160,7 @@ context()._initialize_physical_devices()
 context()._physical_devices += [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
 context()._visible_device_list = list(context()._physical_devices)
 mpistrat.init()
-mpistrat.api.runtime.current().world.topology = Topology(1, ("host",) * 2)
+mpistrat.api.runtime.current().topology = Topology(1, ("host",) * 2)
 hvd.init()
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mpistrat.api.handshake import RankInfo, differences, from_texts, problems, script_digest, to_text, without_cupy
+from mpistrat.api.runtime import RankInfo, differences, from_texts, problems, script_digest, to_text, without_cupy
 from mpistrat.core.errors import SettingsError
 from mpistrat.core.install import pip_extra
 from mpistrat.core.settings import Settings

@@ -16,7 +16,7 @@ import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
 import mpistrat.tensorflow.keras
-from mpistrat.api.elastic.state import HostsUpdatedInterrupt, ObjectState
+from mpistrat.api.elastic import HostsUpdatedInterrupt, ObjectState
 from mpistrat.core.errors import NotInitializedError
 from mpistrat.keras.callbacks import BestModelCheckpoint
 

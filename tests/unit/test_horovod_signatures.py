@@ -98,7 +98,7 @@ def test_horovods_arguments_come_first_and_in_its_order(module: str, name: str) 
 
 @pytest.mark.horovod("signatures", "optimizer")
 def test_the_optimizer_takes_the_arguments_of_all_of_horovods_modules() -> None:
-    from mpistrat.tensorflow import DistributedOptimizer
+    from mpistrat.tensorflow.sessions import DistributedOptimizer
     names = {parameter.name for parameter in parameters_of(DistributedOptimizer)}
     for module in ("horovod.keras", "horovod.tensorflow.keras", "horovod.tensorflow"):
         assert set(OF_THE_OPTIMIZER[module].split()) <= names, module

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from mpistrat.tensorflow.identity_set import IdentitySet
+from mpistrat.tensorflow.kerases import IdentitySet
 
 
 def test_it_compares_by_identity() -> None:

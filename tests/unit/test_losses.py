@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from mpistrat.api import runtime
-from mpistrat.api.elastic.recovery import recover
-from mpistrat.api.lost_ranks import Losses
+from mpistrat.api.elastic import recover
+from mpistrat.api.job import Losses
 from mpistrat.core.errors import EngineError, LostRank, RanksLostError, RecoveryError
 from mpistrat.core.interruption import Interruption
 from mpistrat.core.request import allgather_request, specs_of

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 import mpistrat
-from mpistrat.api import own_gpu, tensors
-from mpistrat.api.availability import _why_no_nccl
+from mpistrat.api import tensors
+from mpistrat.api.common import _why_no_nccl
 from mpistrat.core.errors import InvalidRequestError, MissingDependencyError
 from mpistrat.core.install import pip_extra
 from mpistrat.gpu import driver
@@ -23,9 +23,9 @@ def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "mpistrat.gpu.device", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    own_gpu.why_no_cupy.cache_clear()
+    tensors.why_no_cupy.cache_clear()
     yield tmp_path / "cupy.py"
-    own_gpu.why_no_cupy.cache_clear()
+    tensors.why_no_cupy.cache_clear()
 
 
 @pytest.mark.parametrize("code, reason", [
@@ -38,7 +38,7 @@ def cupy_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_the_reason_is_in_words(code: str, reason: str, cupy_says: Path) -> None:
     cupy_says.write_text(code)
     with pytest.raises(MissingDependencyError) as raised:
-        own_gpu.make_device(0)
+        tensors.make_device(0)
     assert str(raised.value) == f"tensors on a GPU need cupy: {reason}."
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.api.registry import disagreement
+from mpistrat.api.process_sets import disagreement
 from mpistrat.core.errors import InvalidRequestError, MessageError
 from mpistrat.core.rows import received_rows
 from mpistrat.core.topology import Topology

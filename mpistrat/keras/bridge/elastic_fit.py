@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from ...api import array_ops, runtime
-from ...api.elastic.state import Snapshot, keep_going
+from ...api.elastic import Snapshot, keep_going
 from ...tensorflow.elastic import Averaging, TensorFlowKerasState
 from .private_names import Callback, Logs
 from .training import in_fit, is_under_strategy

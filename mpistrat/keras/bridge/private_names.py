@@ -12,8 +12,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import is_keras2
+from ...tensorflow.kerases import IdentitySet, is_keras2
 
 __all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "legacy_h5_format",
            "non_trainable_variables", "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]

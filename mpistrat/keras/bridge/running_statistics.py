@@ -16,11 +16,8 @@ import keras
 import tensorflow as tf
 
 from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
-from ...tensorflow.gradients import label_of
-from ...tensorflow.graph.buckets import reduce_list
-from ...tensorflow.graph.reduce_spec import ReduceSpec
-from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import aggregation_of, is_of_keras
+from ...tensorflow.graph.buckets import ReduceSpec, reduce_list
+from ...tensorflow.kerases import IdentitySet, aggregation_of, is_of_keras, label_of
 from ...tensorflow.list_ops import number_of
 from .private_names import Callback, Logs, non_trainable_variables
 from .training import Training

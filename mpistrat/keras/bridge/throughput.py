@@ -12,7 +12,7 @@ import numpy as np
 
 from ...api import array_ops, runtime
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...api.waits import waits_between
+from ...api.runtime import waits_between
 from ...core.slowest import Waits, figure, shares_of, total
 from .private_names import Callback, Logs
 from .row_counts import UNKNOWN, RowCount

@@ -17,15 +17,21 @@ from keras.optimizers import Optimizer
 from ...api.process_sets import ProcessSet, global_process_set
 from ...core.errors import InvalidRequestError
 from ...core.topology import describe_by_rank
-from ...tensorflow.accumulators import accumulators_of
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.bridge.types import Variable
-from ...tensorflow.consistency import FirstSteps
+from ...tensorflow.consistency import CAUSES, FirstSteps
 from ...tensorflow.elastic import Averaging
-from ...tensorflow.equal_weights import CAUSES
 from ...tensorflow.gradients import GradientReducer
-from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
+from ...tensorflow.kerases import (
+    IdentitySet,
+    accumulated_passes,
+    accumulators_of,
+    calls_of,
+    is_keras2,
+    slots_of,
+    steps_of,
+    variables_of,
+)
 from .nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
 from .private_names import non_trainable_variables, trained_by, weights_of
 

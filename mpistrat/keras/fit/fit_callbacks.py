@@ -19,15 +19,15 @@ import tensorflow as tf
 
 from ...api import array_ops, runtime
 from ...api.process_sets import global_process_set
+from ...api.runtime import waits_between
 from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
-from ...api.waits import waits_between
 from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
 from ...process.step_timer import StepTimer
 from ...tensorflow.bridge.names import eager
+from ...tensorflow.consistency import some_rows
 from ...tensorflow.kerases import is_keras2, is_of_keras
-from ...tensorflow.same_data import some_rows
 from .. import xla
 from ..bridge.adapted import layers_of_inputs
 from ..bridge.elastic_fit import Elastic, run_fit

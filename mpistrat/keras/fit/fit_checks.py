@@ -21,11 +21,14 @@ from ...api import array_ops, runtime
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import rank_list
 from ...tensorflow.bridge.types import Variable
-from ...tensorflow.consistency import describe_weights, differing, digests_of_weights, warn_of_equal_data
-from ...tensorflow.equal_weights import require_equal_weights
-from ...tensorflow.gradients import label_of
-from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import is_of_keras
+from ...tensorflow.consistency import (
+    describe_weights,
+    differing,
+    digests_of_weights,
+    require_equal_weights,
+    warn_of_equal_data,
+)
+from ...tensorflow.kerases import IdentitySet, is_of_keras, label_of
 from ..bridge.adapted import Adapted, adapted_in, problem_of_adapted
 from ..bridge.metric_means import AverageMetrics
 from ..bridge.private_names import Callback, Logs, all_layers, weights_of

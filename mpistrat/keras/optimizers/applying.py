@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...tensorflow.bridge.types import OptionalGradient
-from ...tensorflow.overwritten import indices_of
+from ...tensorflow.gradients import indices_of
 from ..bridge.private_names import trained_by
 from ..clone import original_class
 from ..sharded.optimizer_state import OptimizerState

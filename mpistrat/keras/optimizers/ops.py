@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from ...core.request import Average, ReduceOp
-from ...tensorflow import ops, scatter_ops
+from ...tensorflow import ops
 from ...tensorflow.bridge.types import Reducible, Tensor
 from ...tensorflow.compression import Compression, Compressor
 from ...tensorflow.kerases import accumulated_passes, is_keras2_in_use
@@ -44,7 +44,7 @@ def broadcast(value: Reducible, root_rank: int, name: str | None = None) -> tf.T
 
 def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
     """Return this rank's rows of the reduction, as mpistrat.tensorflow.reducescatter does. Collective."""
-    return scatter_ops.reducescatter(value, op=op, name=name)
+    return ops.reducescatter(value, op=op, name=name)
 
 
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,

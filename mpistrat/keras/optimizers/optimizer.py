@@ -13,7 +13,6 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...core.errors import InvalidRequestError
 from ...core.request import Average, ReduceOp, Sum
-from ...tensorflow.accumulators import is_accumulator
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Variable
 from ...tensorflow.compression import Compression, Compressor
@@ -25,7 +24,7 @@ from ...tensorflow.gradients import (
     Layer,
     register_local_layers,
 )
-from ...tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
+from ...tensorflow.kerases import accumulated_passes, is_accumulator, is_built, is_keras2, is_optimizer, steps_of
 from .. import xla  # noqa: F401  # They register what they replace.
 from ..bridge import patches  # They register what they replace.
 from ..bridge.nested_optimizers import distributed_in, parts_of, passes_on

@@ -25,10 +25,10 @@ from ...tensorflow.bridge import names
 from ...tensorflow.bridge.program_order import HOST
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.compression import Compressed, Compression
-from ...tensorflow.gradients import GradientOptions, GradientReducer, label_of, observed_eagerly, reduce_gradients
+from ...tensorflow.gradients import GradientOptions, GradientReducer, observed_eagerly, reduce_gradients
 from ...tensorflow.graph import cpu
-from ...tensorflow.graph.buckets import limits_of, submission_order
-from ...tensorflow.graph.reduce_spec import ReduceSpec
+from ...tensorflow.graph.buckets import ReduceSpec, limits_of, submission_order
+from ...tensorflow.kerases import label_of
 from ...tensorflow.list_ops import gather_list, reduce_slices
 from ...tensorflow.xla import context as xla
 from .shard_plan import Part, Planned, plan_of

@@ -16,8 +16,8 @@ from keras.optimizers import Optimizer
 from ...core.errors import InvalidRequestError
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
+from ...tensorflow.gradients import indices_of
 from ...tensorflow.kerases import is_keras2, steps_of
-from ...tensorflow.overwritten import indices_of
 from ..bridge.nested_optimizers import passes_on, states_in
 from ..bridge.patches import Function, replaces
 from ..bridge.private_names import legacy_h5_format
@@ -79,7 +79,7 @@ class Sharded:
                                           f"that a gradient overwrites (float8). {_INSTEAD}")
             is_split = own.owner is None and is_element_wise(original_class(type(self)))
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
-            own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
+            own.whole = WholeState(own.parts, steps_of(self))
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:

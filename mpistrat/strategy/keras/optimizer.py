@@ -32,11 +32,9 @@ from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.bridge.names import OptimizerName, eager
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
-from ...tensorflow.consistency import FirstSteps
-from ...tensorflow.equal_weights import require_equal_weights
-from ...tensorflow.gradients import GradientOptions, GradientReducer, reduce_gradients
-from ...tensorflow.graph.reduce_spec import ReduceSpec
-from ...tensorflow.overwritten import indices_of
+from ...tensorflow.consistency import FirstSteps, require_equal_weights
+from ...tensorflow.gradients import GradientOptions, GradientReducer, indices_of, reduce_gradients
+from ...tensorflow.graph.buckets import ReduceSpec
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 

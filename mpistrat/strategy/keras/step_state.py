@@ -17,7 +17,7 @@ import tensorflow as tf
 from ...keras.bridge.row_counts import LocalScalar, rows_of
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.gradients import GradientReducer
-from ...tensorflow.graph.differentiable import loss_weighted
+from ...tensorflow.list_ops import loss_weighted
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
 

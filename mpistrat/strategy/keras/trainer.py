@@ -37,7 +37,7 @@ from ...process.error_text import is_users
 from ...tensorflow import files
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Structure, TensorLike
-from ...tensorflow.identity_set import IdentitySet
+from ...tensorflow.kerases import IdentitySet
 from ...tensorflow.xla import context as xla
 from ..input import rows_in_order, state_of_first_rank, takes_from_generator
 from ..mpi_strategy import MPIStrategy

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host, host_copies_of
+from ...api.tensors import go_by_host, host_copies_of
 from ...core.request import on_gpu
 from ...gpu.arrays import Allocated, BucketList, GpuTensors
 from ..bridge import gpu_device
@@ -124,7 +124,7 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
     """Run one collective on eager tensors of this rank's GPU, as `run`; the results are on the same GPU. Collective.
 
     The operation only provides the memory. The engine's work on it is enqueued or complete when this function returns.
-    Raises as `api.own_gpu.this_ranks_gpu` and `AsyncResult.wait`.
+    Raises as `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.

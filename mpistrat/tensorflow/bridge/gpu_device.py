@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...api.job import Job
-from ...api.own_gpu import this_ranks_gpu, why_no_cupy
+from ...api.tensors import this_ranks_gpu, why_no_cupy
 from ...core.errors import InvalidRequestError
 from ...gpu.proof import one_line
 from .private_names import context
@@ -20,7 +20,7 @@ _problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
 
 
 def device_at(where: str) -> "Device":
-    """Return this rank's GPU, which TensorFlow names `where`. Raises as `api.own_gpu.this_ranks_gpu`."""
+    """Return this rank's GPU. `where` is TensorFlow's name of the GPU. Raises as `api.tensors.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
 
 

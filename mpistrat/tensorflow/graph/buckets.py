@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ...api import runtime
 from ...core.fusion import buckets_from_last
-from ...core.request import ReduceOp, Request, TensorSpec, allreduce_request, specs_of
+from ...core.request import ReduceOp, Request, ScaledOp, TensorSpec, allreduce_request, specs_of
 from ...core.tuning import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
@@ -22,12 +22,39 @@ from ...core.tuning import (
 )
 from ...gpu.arrays import BucketList
 from ..async_op import call_site
-from ..async_op.submission import Submitted
+from ..async_op.submission import Observer, Submitted
 from ..xla import context as xla
 from . import cpu
 from .cpu import Wait
-from .reduce_spec import ReduceSpec
 from .xla_collective import Started
+
+
+@dataclass(frozen=True)
+class ReduceSpec:
+    """How to reduce a list of tensors. All ranks have the same, except for the observer."""
+
+    name: str  # Identifies the collective on all ranks. Tensors reduced separately get names that begin with it.
+    scaled: ScaledOp  # How to reduce.
+    labels: Sequence[str] = ()  # Users' names of the tensors, for error messages; may be empty.
+    # The index of each tensor in the caller's list, if tensors of that list are left out (gradients that are None).
+    indices: Sequence[int] = ()
+    process_set: int = 0
+    # Whether the submit of the last bucket waits, if the bucket is small. False: only if it is the last collective of
+    # the graph.
+    may_wait: bool = True
+    bucket_bytes: int = 0  # The size of the buckets; 0: the size in core.tuning for a CPU or a GPU.
+    wire_dtype: str = ""  # As in Request.
+    # In a graph, called with the arrays of the first collective before they are submitted.
+    observer: Observer | None = None
+    # Whether results may be differentiated: those of public operations and of tapes, not those that an optimizer
+    # applies.
+    has_gradient: bool = False
+
+    def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":
+        """The spec of some of these tensors. `members`: Their positions among these tensors."""
+        return replace(self, name=name or self.name,
+                       labels=list(map(self.labels.__getitem__, members)) if self.labels else (),
+                       indices=list(map(self.indices.__getitem__, members)) if self.indices else list(members))
 
 
 @dataclass
@@ -82,9 +109,7 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
     """Reduce dense tensors over all ranks; dtypes may differ. Collective.
 
-    Args:
-        tensors: The same number, dtypes and shapes on all ranks.
-        spec: How to reduce. In a graph with several buckets, bucket k has the name `name/k`.
+    Number, dtypes and shapes are the same on all ranks. In a graph with several buckets, bucket k is named `name/k`.
     """
     if not tensors:
         return []

@@ -48,7 +48,7 @@ class Wait(Enum):
     """Whether the submit of a collective in a graph waits for the result."""
 
     NEVER = 0
-    IF_LAST = 1  # If it is the last collective of its graph, which is known only when the graph runs.
+    IF_LAST = 1  # If the collective is the last one of its graph, which is known only when the graph runs.
     ALWAYS = 2
 
 
@@ -67,13 +67,11 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """Run one collective on `tensors` and return one result for each tensor, of the same dtype. Collective.
 
     Args:
-        name: Identifies the collective on all ranks.
         make_request: Called with the arrays: eagerly at once, in a graph when it runs with new shapes.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
         process_set: The id of the process set, which `make_request` sets too.
-        wait: In a graph, whether the submit waits for the result.
-        observer: In a graph, called before the submit.
+        wait, observer: In a graph, whether the submit waits for the result, and what is called before the submit.
         times_rows: In a graph that XLA compiles, where shapes must be known: the number of rows of each result, divided
             by the number of rows of its tensor. 0: `shapes` has the number of rows.
 

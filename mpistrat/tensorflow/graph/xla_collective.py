@@ -42,8 +42,9 @@ from ..bridge.tf_errors import described
 from ..xla import context, ffi
 from ..xla.custom_call import TYPES, GpuMemory, custom_call
 
+# The variable of each compiled function. It lives as long as the graphs that have captured its handle.
 _variables: "weakref.WeakKeyDictionary[tf.Graph, tf.Tensor]" = weakref.WeakKeyDictionary()
-_last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # the names of tensors
+_last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary()  # The name of the last link.
 
 
 class Started:
@@ -121,7 +122,8 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """
     context.require()
     if times_rows:
-        shapes = [_with_rows(tensor.shape, times_rows) for tensor in tensors]
+        shapes = [tf.TensorShape([times_rows * shape[0], *shape[1:]]) if shape.rank and shape[0] is not None else shape
+                  for shape in [tensor.shape for tensor in tensors]]
     for tensor, shape in zip(tensors, shapes, strict=True):
         if shape.rank is None or not (times_rows or shape.is_fully_defined()):
             raise InvalidRequestError(
@@ -148,13 +150,6 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     return outputs[1:]
 
 
-def _with_rows(shape: tf.TensorShape, times_rows: int) -> tf.TensorShape:
-    """The shape of a result with `times_rows` times the rows of its tensor, which has this `shape`."""
-    if not shape.rank or shape[0] is None:
-        return shape
-    return tf.TensorShape([times_rows * shape[0], *shape[1:]])
-
-
 def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
     """As cpu.read_in_graph, in a graph that XLA compiles."""
     context.require()
@@ -170,19 +165,15 @@ def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
         outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
         _last[graph] = outputs[0].name
         return outputs
-    handle = capture_in_order(_variable_of(context.compiled_function()))
+    function = context.compiled_function()
+    if function not in _variables:
+        _variables[function] = zero_on(context.device_of_compiled())
+    handle = capture_in_order(_variables[function])
     link = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
     link.set_shape([])
     outputs = call(link)
     tf.raw_ops.AssignVariableOp(resource=handle, value=outputs[0])
     return outputs
-
-
-def _variable_of(function: tf.Graph) -> tf.Tensor:
-    """The variable of a compiled function. It lives as long as the graphs that have captured its handle."""
-    if function not in _variables:
-        _variables[function] = zero_on(context.device_of_compiled())
-    return _variables[function]
 
 
 class _Reading:

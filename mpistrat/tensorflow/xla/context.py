@@ -5,7 +5,7 @@ import weakref
 import tensorflow as tf
 
 from ...api import runtime
-from ...api.own_gpu import go_by_host
+from ...api.tensors import go_by_host
 from ...core.errors import InvalidRequestError
 from ..bridge.gpu_device import has_gpu, why_no_gpu
 from ..bridge.private_names import in_xla_context, is_compiled_by_xla

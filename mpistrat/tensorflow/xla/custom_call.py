@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from ...api.own_gpu import host_copies_of, this_ranks_gpu
+from ...api.tensors import host_copies_of, this_ranks_gpu
 from ...core.errors import EngineError
 from ...gpu.arrays import Allocated, GpuArray, GpuStream, GpuTensors
 from ..bridge.calls import set_key
@@ -152,7 +152,7 @@ _targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() e
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
-    """The GPU that runs a program, and XLA's stream. Tests replace this. Raises as api.own_gpu.this_ranks_gpu."""
+    """The GPU that runs a program, and XLA's stream. Tests replace this. Raises as api.tensors.this_ranks_gpu."""
     device = this_ranks_gpu(call.device_number())
     return device, device.stream_at(call.stream())
 

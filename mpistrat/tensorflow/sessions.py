@@ -1,37 +1,29 @@
-"""DistributedOptimizer of an optimizer of tf.compat.v1: its gradients are averaged in the graph of a session.
+"""In the graph of a tf.compat.v1 session: DistributedOptimizer of an optimizer of tf.compat.v1, and the broadcast.
 
 For users, as mpistrat.tensorflow.DistributedOptimizer; making it is local, and running its train operation collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any
 
 import tensorflow as tf
 
-from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...core.errors import InvalidRequestError
-from ...core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
-from ..bridge import names
-from ..bridge.types import OptionalGradient, Variable
-from ..compression import Compression, Compressor
-from ..gradients import GradientGroups, GradientOptions, GradientReducer, Groups, label_of
-from ..graph.reduce_spec import ReduceSpec
-from ..list_ops import reduce_tensors, with_unique_rows
+from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.errors import InvalidRequestError
+from ..core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
+from .bridge import names
+from .bridge.program_order import session_graph
+from .bridge.types import OptionalGradient, Variable
+from .compression import Compression, Compressor
+from .gradients import GradientGroups, GradientOptions, GradientReducer, Groups
+from .graph.buckets import ReduceSpec
+from .kerases import label_of
+from .list_ops import reduce_tensors, with_unique_rows
+from .ops import broadcast_variables
 
 v1 = tf.compat.v1
 _Pairs = list[tuple[OptionalGradient, Variable]]
-
-
-class V1Optimizer(Protocol):
-    """The methods of an optimizer of tf.compat.v1, or of a user-defined optimizer."""
-
-    def compute_gradients(self, *args: object, **kwargs: object) -> _Pairs:
-        """Return pairs of a gradient and its variable."""
-
-    def apply_gradients(self, grads_and_vars: _Pairs, global_step: Variable | None = None,
-                        name: str | None = None) -> tf.Operation:
-        """Return the operation that changes the variables."""
 
 
 def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +64,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         ValueError: `optimizer` is distributed already or has no compute_gradients, or an argument is out of range.
     """
 
-    def __init__(self, optimizer: V1Optimizer, name: str | None = None, use_locking: bool = False,
+    def __init__(self, optimizer: Any, name: str | None = None, use_locking: bool = False,
                  device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
                  sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: ReduceOp = Average,
                  gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,
@@ -90,7 +82,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         self._is_adasum = resolve_op(op, None) is Adasum
         if self._is_adasum and backward_passes_per_step > 1:
             raise InvalidRequestError("op=Adasum does not support backward_passes_per_step > 1. Pass only one of them.")
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self._compression = compression
         options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
         process_set = resolved(process_set)
@@ -111,10 +103,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         if self._is_adasum or not pairs:
             return pairs
         gradients, variables = map(list, zip(*pairs, strict=True))
-
-        def reduce(own: Sequence[OptionalGradient]) -> list[OptionalGradient]:
-            return self._reducer.reduce(own, variables)
-
+        reduce = partial(self._reducer.reduce, variables=variables)
         reduced = reduce(gradients) if self._passes is None else self._passes.reduced(gradients, reduce)
         # TensorFlow's gradient descent adds repeated rows in several threads, in another order on each rank.
         unique = [with_unique_rows(each) if isinstance(each, tf.IndexedSlices) else each for each in reduced]
@@ -126,10 +115,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         pairs: _Pairs = list(grads_and_vars)
         if self._is_adasum:
             return self._apply_adasum(pairs, global_step, name)
-
-        def apply() -> Any:
-            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-
+        apply = partial(self._optimizer.apply_gradients, pairs, global_step=global_step, name=name)
         return apply() if self._passes is None else self._passes.applied(apply, global_step)
 
     def _apply_adasum(self, pairs: _Pairs, global_step: Variable | None, name: str | None) -> tf.Operation:
@@ -171,11 +157,7 @@ class _Passes:
     """Sums the gradients of k passes. Every k-th pass reduces and applies the sum.
 
     As in Horovod, the sums are local variables. A MonitoredSession or local_variables_initializer() initializes them.
-
-    Args:
-        passes: The number k.
-        is_averaged: Whether the sum is divided by k.
-        is_dense: Whether tf.IndexedSlices are converted to dense tensors.
+    `is_averaged`: Whether the sum is divided by k. `is_dense`: Whether tf.IndexedSlices are converted to dense tensors.
     """
 
     def __init__(self, passes: int, is_averaged: bool, is_dense: bool):
@@ -239,3 +221,50 @@ class _Passes:
 def _local_variable(initial: tf.Tensor, name: str) -> Any:
     return v1.Variable(initial, trainable=False, name=name, use_resource=True,
                        collections=[v1.GraphKeys.LOCAL_VARIABLES])
+
+
+# -- broadcast of variables -------------------------------------------------------------------------------------------
+
+_TEXT = ("{name} works only in the graph of a tf.compat.v1 session, and no such graph is active. Call "
+         "broadcast_variables(variables, root_rank) after the variables have been created, or pass callbacks."
+         "BroadcastGlobalVariablesCallback(root_rank) of mpistrat.keras to fit().")
+
+
+def broadcast_global_variables(root_rank: int) -> tf.Operation:
+    """Return the operation that assigns root_rank's values to all global variables of the graph. Collective when run.
+
+    Raises:
+        RuntimeError: No graph of a session is active. Use broadcast_variables.
+    """
+    if session_graph() is None:
+        raise RuntimeError(_TEXT.format(name="broadcast_global_variables()"))
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Broadcasts all global variables when a MonitoredSession has initialized or restored them. Collective.
+
+    Args:
+        root_rank: The rank whose values all ranks get.
+        device: Accepted for compatibility with Horovod, ignored.
+        process_set: The ranks that take part; `root_rank` is one of them.
+
+    Raises:
+        RuntimeError: When the hook begins, if no graph of a session is active.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set):
+        self._root_rank, self._process_set = root_rank, process_set
+        self._broadcast: tf.Operation | None = None
+
+    def begin(self) -> None:
+        """Create the broadcast operation in the graph of the session."""
+        if session_graph() is None:
+            raise RuntimeError(_TEXT.format(name="BroadcastGlobalVariablesHook"))
+        graph = tf.compat.v1.get_default_graph()
+        if self._broadcast is None or self._broadcast.graph is not graph:
+            self._broadcast = broadcast_variables(tf.compat.v1.global_variables(), self._root_rank, self._process_set)
+
+    def after_create_session(self, session: tf.compat.v1.Session, coord: object) -> None:
+        """Run the broadcast. Collective."""
+        session.run(self._broadcast)

@@ -8,18 +8,27 @@ a copy in memory, and the loss of a rank ends the job. For users; `sync` is coll
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...core.errors import CollectiveError, ElasticError, RecoveryError
-from ...elastic import membership
-from ...elastic.commits import CommitId, DamagedCommitError
-from .. import array_ops, runtime
-from . import recovery
-from .sampler import ElasticSampler
+import numpy as np
+
+from ..core import forked
+from ..core.errors import CollectiveError, ElasticError, RecoveryError
+from ..core.handle import require_no_driver
+from ..elastic import membership
+from ..elastic.commits import CommitId, DamagedCommitError
+from ..transport.mpi import mpi_library
+from . import array_ops, runtime
+from .job import Job
 
 if TYPE_CHECKING:
-    from ...elastic.member import Member
+    from mpi4py import MPI
+
+    from ..elastic.member import Member
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -28,6 +37,95 @@ Snapshot = dict[str, Any]
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
     """Raised by commit() on all ranks if the number of ranks changes. `run` starts the training with the new ranks."""
+
+
+class ElasticSampler:
+    """Distributes the indices of rows that no rank has processed in this epoch. All ranks get equally many indices.
+
+        sampler = hvd.elastic.ElasticSampler(x)
+        state = hvd.elastic.TensorFlowKerasState(model, sampler=sampler)
+        for number, rows in enumerate(batched(sampler, 32)):
+            train_step(x[rows], y[rows])
+            sampler.record_batch(number, 32)
+            state.commit()
+
+    A sampler that is an attribute of a state is saved, restored and synchronised with the state: `sync` exchanges the
+    indices of processed rows, and distributes the remaining rows. So a job that resumes from a commit repeats no row.
+
+    Args:
+        dataset: Any object with a length.
+        shuffle: Whether the order of the rows is random. Each epoch has a different order.
+        seed: The seed of the random order, the same on all ranks.
+
+    Attributes:
+        epoch: The number of the epoch.
+        processed_indices: The indices of the rows that are processed, as far as this rank knows.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
+        self._count, self._shuffle, self._seed = len(dataset), shuffle, seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, in which no row is processed yet. Local; all ranks must pass the same epoch."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that this rank has processed its batch `batch_idx`, with `batch_size` rows in each batch. Local."""
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Note that these rows are processed. Local."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the indices of the rows in batch `batch_idx` of this rank. Local."""
+        return self._indices[batch_idx * batch_size:(batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the indices of the processed rows. Local."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a result of state_dict(), and distribute the remaining rows. Local."""
+        self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
+        self.reset()
+
+    def sync(self, root_rank: int = 0) -> None:
+        """Use the epoch of root_rank, and the rows that any rank has processed in that epoch. Collective."""
+        states = array_ops.allgather_object(self.state_dict(), name="elastic.sampler")
+        self.load_state_dict(self.together([states[root_rank], *states]))
+
+    @staticmethod
+    def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the epoch of `states[0]`, with the rows that are processed in any of the states of that epoch."""
+        epoch = states[0]["epoch"]
+        done = [state["processed_indices"] for state in states if state["epoch"] == epoch]
+        return {"epoch": epoch, "processed_indices": set().union(*done)}
+
+    def reset(self) -> None:
+        """Distribute the rows that are not processed among the current ranks. Local.
+
+        All ranks get the same number of rows. If the rows do not divide evenly, some ranks repeat the first rows.
+        """
+        rank, size = (runtime.current().topology.rank, runtime.current().topology.size) \
+            if runtime.is_initialized() else (0, 1)
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(self._count) if self._shuffle \
+            else np.arange(self._count)
+        remaining = [index for index in order.tolist() if index not in self.processed_indices]
+        each = math.ceil(len(remaining) / size)
+        self._indices = [remaining[i % len(remaining)] for i in range(rank, each * size, size)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        """The number of rows of this rank."""
+        return len(self._indices)
 
 
 class ObjectState:
@@ -153,8 +251,7 @@ class ObjectState:
     def _compare(self, number: int) -> bool:
         """Compare the ranks' states, or make them equal, before commit `number` is kept. Collective.
 
-        Returns:
-            Whether the state has changed on any rank.
+        Returns whether the state has changed on any rank.
         """
         return False
 
@@ -175,9 +272,8 @@ class ObjectState:
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
         """Restore the newest commit on the first rank that has it, or on all ranks if all have it. Collective.
 
-        Returns:
-            The rank that has restored it; 0 if there is no commit; None if all ranks have restored it. And the commit,
-            if it comes from the agents of this job.
+        Returns that rank; 0 if there is no commit; None if all ranks have restored it. And the commit, if it comes from
+        the agents of this job.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -245,9 +341,7 @@ class ObjectState:
 def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
     """Synchronise a state and train. In an elastic job, repeat this after each loss, from the last commit. Collective.
 
-    Args:
-        train: Trains from the current state to the end, and returns the result.
-        when_it_fails: Called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
+    `when_it_fails` is called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
     """
     while True:
         state.sync()
@@ -270,10 +364,7 @@ def _go_on_after_loss(why_not: str) -> bool:
     """Reconnect the surviving ranks of an elastic job, if a loss of ranks has caused the exception. Collective.
 
     This process ends, and the next generation of processes continues, if the ranks cannot reconnect, or if `why_not`
-    gives a reason.
-
-    Returns:
-        True if the ranks are connected. False if the exception has another cause, or the job cannot survive a loss.
+    gives a reason. Returns False if the exception has another cause, or the job cannot survive a loss.
     """
     own = membership.current()
     if own is None or not runtime.is_initialized():
@@ -285,7 +376,7 @@ def _go_on_after_loss(why_not: str) -> bool:
     if why_not:
         own.leave_now(why_not)
     try:
-        recovery.recover()
+        recover()
     except RecoveryError as error:
         own.leave_now(str(error))
     topology = runtime.current().topology
@@ -311,3 +402,131 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
         return keep_going(state, lambda: func(state, *args, **kwargs), return_to_commit)
 
     return synchronised
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+# After a loss of ranks, the surviving ranks reconnect in the same processes, with new rank numbers. It needs Open MPI
+# under `mpirun --with-ft ulfm`. All parts of the job are made again over the surviving ranks: communicators, shared
+# memory, engines, roles and process sets. Objects of the script are kept: models, optimizers, traced functions,
+# strategies, ProcessSet objects.
+
+_DISCARD_S = 0.2  # Time for MPI to end the requests on the old communicators.
+_QUIET_S = 0.02  # Recovery begins when no further rank was lost for this long.
+_NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # Time for MPI to learn of a loss that another rank has noticed.
+
+
+def recover(limit_s: float = 5.0) -> None:
+    """Reconnect the surviving ranks after a RanksLostError. Collective over the surviving ranks; in the main thread.
+
+    The surviving ranks are renumbered in their old order, so rank(), size() and so on change. Averages divide by the
+    new size. Process sets lose the lost ranks, and a set without any surviving rank is removed. Collectives that were
+    in flight are lost.
+
+    Args:
+        limit_s: The time limit in seconds. It includes the wait for ranks that still compute.
+
+    Raises:
+        RecoveryError: The limit has passed, MPI fails, or the job cannot recover. The caller must then end the process
+            with os._exit, since threads may hang in MPI.
+    """
+    forked.require_rank()
+    require_no_driver("recover()")
+    former = runtime.current()
+    if not former.losses.is_tolerant:
+        raise RecoveryError("a job can recover only with several ranks, Open MPI, and mpirun --with-ft ulfm.")
+    began = time.monotonic()
+    if former.losses.interruption.error is None:
+        former.losses.lose(())
+    for rank, why in former.losses.irreplaceable.items():
+        if any(each.rank == rank for each in former.losses.lost):
+            raise RecoveryError(f"rank {rank} is lost. {why}")
+    attempt = _Attempt(former, began + limit_s)
+    thread = threading.Thread(target=attempt.run, name="mpistrat-recovery", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s. Start the job "
+                            "again; it continues from the last commit that is in a file, if any.")
+    if attempt.made is None:
+        raise RecoveryError(f"rank {former.topology.rank} cannot recover: {attempt.problem}") from attempt.problem
+    runtime.replace(former, attempt.made)
+    logger.info("rank %d of %d: recovered in %.2f s; was rank %d of %d", attempt.made.topology.rank,
+                attempt.made.topology.size, time.monotonic() - began, former.topology.rank, former.topology.size)
+
+
+class _Attempt:
+    """One recovery. `run` is called in a separate thread, since calls of MPI have no time limits."""
+
+    def __init__(self, former: Job, deadline: float):
+        self._former, self._deadline = former, deadline
+        self.stage = "ends its engines"  # The current step of this rank, for errors.
+        self.made: Job | None = None  # The new Job; None before it is made.
+        self.problem: Exception | None = None  # The error of `run`, if it has failed.
+
+    def run(self) -> None:
+        try:
+            self.made = self._recovered()
+        except Exception as error:  # Of any kind: `recover` raises it.
+            logger.debug("rank %d: the recovery failed", self._former.topology.rank, exc_info=True)
+            self.problem = error
+
+    def _recovered(self) -> Job:
+        from ..transport.mpi import ulfm
+        base = self._former.comm
+        assert base is not None  # The job is tolerant.
+        # Often several ranks end together. Open MPI 5.0.11 has crashed if a rank ended during MPIX_Comm_shrink.
+        known = -1
+        while known < len(self._former.losses.lost) and time.monotonic() < self._deadline:
+            known = len(self._former.losses.lost)
+            time.sleep(_QUIET_S)
+        ulfm.report_failed(base, [each.rank for each in self._former.losses.lost], to_all=False)
+        ulfm.discard(self._former.revoke(self._deadline - time.monotonic()), _DISCARD_S)
+        comm = base
+        while True:
+            self.stage = "has waited for the other ranks to agree on who is left"
+            earlier, comm = comm, ulfm.survivors(comm)
+            if earlier is not base:
+                ulfm.discard([earlier], 0.0)
+            self.stage = "has connected the ranks that are left"
+            made, problem = self._connected(comm, base)
+            self.stage = "has waited for the other ranks to connect"
+            if ulfm.have_all(comm, problem is None) and made is not None:
+                ulfm.discard([base], 0.0)
+                return made
+            if made is not None:
+                made.losses.lose(())
+                ulfm.discard(made.revoke(self._deadline - time.monotonic()), _DISCARD_S)
+            if problem is not None and not self._is_lost_by_now(comm):
+                raise problem
+            logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
+
+    def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Job | None, Exception | None]:
+        """Return the new Job over `comm`, or None, and the error that has interrupted making it. Collective."""
+        made = None
+        try:
+            former_ranks = mpi_library.ranks_in(comm, base)
+            new_ranks = {former: rank for rank, former in enumerate(former_ranks)}
+            # Open MPI may crash if a rank ends while a communicator is made, so make as few as possible.
+            hosts = [self._former.topology.host_of[rank] for rank in former_ranks]
+            made = runtime.connected(comm, binds=False, hosts=hosts)
+            made.spans_hosts = self._former.spans_hosts
+            made.registry.restore(self._former.registry, new_ranks)
+            made.losses.irreplaceable.update((new_ranks[rank], why) for rank, why in
+                                             self._former.losses.irreplaceable.items() if rank in new_ranks)
+            return made, None
+        except Exception as error:  # Of any kind: the other ranks must not wait for this one.
+            logger.debug("rank %d: the ranks that are left are not connected", self._former.topology.rank,
+                         exc_info=True)
+            comm.Revoke()
+            return made, error
+
+    def _is_lost_by_now(self, comm: "MPI.Intracomm") -> bool:
+        """Return whether a rank of `comm` is lost. Waits a moment, since MPI may learn of a loss late."""
+        from ..transport.mpi import ulfm
+        until = min(time.monotonic() + _NEWS_S, self._deadline)
+        while not ulfm.failed_ranks(comm):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_NEWS_POLL_S)
+        return True
