@@ -38,7 +38,7 @@ from .optimizers.ops import allgather, allreduce, broadcast, load_model, reduces
 from .optimizers.optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
 
 if _is_keras2_in_use():
-    from .keras2.sync_batch_norm import SyncBatchNormalization
+    from .keras2 import SyncBatchNormalization
 else:
     from .sync_batch_norm import SyncBatchNormalization
 

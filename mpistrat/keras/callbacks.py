@@ -4,6 +4,7 @@ Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras ca
 Callbacks that communicate are collective: all ranks must pass them to fit, in the same order.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,17 +16,13 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.identity_set import IdentitySet
-from ..tensorflow.kerases import build, is_of_keras, variables_of, velocities_of
+from ..tensorflow.kerases import KERASES, build, is_of_keras, package_of, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
-from .alone import Alone, uncounted
+from .bridge.compared import number
 from .bridge.elastic_fit import Elastic
-from .bridge.metric_means import MetricMeans
-from .bridge.nested_optimizers import parts_of, states_in
-from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, weights_of
-from .bridge.rates import number
-from .bridge.row_counts import UNKNOWN, RowCount
-from .bridge.throughput import Throughput
-from .bridge.training import is_under_strategy, name_in_fit, optimizers_of
+from .bridge.measures import UNKNOWN, MetricMeans, RowCount, Throughput
+from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, parts_of, states_in, weights_of
+from .bridge.training import in_fit, is_under_strategy, name_in_fit, optimizers_of, training_of
 from .local_sgd import DiLoCo, LocalSGD
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
@@ -33,6 +30,7 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", 
            "Throughput"]
 
 __getattr__ = missing_names.explain(__name__)
+logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -347,3 +345,75 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
     def _writes(self) -> bool:
         """Return whether this rank calls Keras' writing: rank 0 does, and with MPIStrategy all ranks do."""
         return is_under_strategy(self.model) or not runtime.is_initialized() or runtime.current().topology.rank == 0
+
+
+# -- a warning if each rank trains alone -------------------------------------------------------------------------------
+
+_uncounted = 0
+
+
+class Alone:
+    """Warns if each rank trains a model alone, although the script means the ranks to train one model together. Local.
+
+    BroadcastGlobalVariablesCallback calls it in the thread of fit.
+    """
+
+    def __init__(self, process_set: ProcessSet):
+        self._process_set = process_set
+        self._why = ""
+        self._executed: int | None = None
+
+    def begin(self, model: keras.Model, may_average: bool) -> None:
+        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
+
+        Otherwise, and if a callback may average weights by hand, `end_epoch` decides after the first epoch.
+        """
+        self._why, self._advice, self._executed = "", "", None
+        if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
+            return
+        optimizer = model.optimizer
+        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and optimizer is not None \
+            and all(package_of(type(part)) in KERASES for part in parts_of(optimizer))
+        if is_known:
+            name = type(optimizer).__name__
+            self._advice = (
+                f"the optimizer of compile() is {name}, which does not average gradients. Write "
+                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
+                "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
+            if not may_average:
+                self._warn(self._advice)
+                return
+        self._executed = _executed()
+
+    def end_epoch(self) -> None:
+        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
+        if self._executed is not None and self._executed == _executed():
+            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
+                       "the tape of a train_step in hvd.DistributedGradientTape.")
+        self._executed = None
+
+    def end(self) -> None:
+        """Repeat the warning at the end of the output."""
+        before = self._why
+        self.end_epoch()
+        if before:
+            self._warn(before)
+
+    def _warn(self, why: str) -> None:
+        self._why = why
+        if self._process_set.rank() == 0:
+            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
+                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
+
+
+def uncounted(communicate: Callable[[], None]) -> None:
+    """Call a function whose operations average neither gradients nor weights."""
+    global _uncounted
+    before = _executed()
+    communicate()
+    _uncounted += _executed() - before
+
+
+def _executed() -> int:
+    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
+    return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted

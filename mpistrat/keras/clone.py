@@ -1,4 +1,4 @@
-"""Copies of optimizers. Called by optimizer.py; local.
+"""Copies of optimizers, and the compilation of models that have a distributed one. Called by optimizer.py; local.
 
 `copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration has plain values
 only, from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are
@@ -12,6 +12,8 @@ copy that Keras makes in this process is distributed again:
 - pickle and copy get a function that distributes the loaded optimizer, or the optimizer of the loaded model.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
@@ -21,9 +23,12 @@ from keras.optimizers import Optimizer
 
 from ..api import runtime
 from ..tensorflow.kerases import is_optimizer
-from . import xla
-from .bridge.nested_optimizers import distributed_in, parts_of, passes_on
-from .bridge.patches import PATCHES, Function, replaces
+from ..tensorflow.xla.context import why_not
+from .bridge.patches import PATCHES, Function, bound, replaces
+from .bridge.private_names import BaseTrainer, distributed_in, parts_of, passes_on
+from .bridge.training import is_under_strategy
+
+logger = logging.getLogger(__name__)
 
 # The constructor's arguments that may be schedules, functions or optimizers, and the attributes with their values.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
@@ -195,4 +200,54 @@ def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
     compiled = getattr(model, "_compile_config", None)
     if compiled is not None:  # compile_from_config makes the optimizer of a copy from it.
         compiled.config["optimizer"] = optimizer
-    xla.switch_off(model)
+    switch_off(model)
+
+
+# -- XLA: if XLA cannot compile collectives here, compile(jit_compile="auto") means False ------------------------------
+
+
+# Keras compares the `compile` of a model's class with that of Keras' base class, so the base class' is replaced.
+@replaces(BaseTrainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
+          "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
+def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
+    """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
+
+    By default Keras compiles the training step on a machine with a GPU. An explicit True is not changed; then the
+    collective raises an error that says what to write. Under a strategy, compile runs in the strategy's scope.
+    """
+    if is_under_strategy(self):
+        with self.distribute_strategy.scope():
+            return original(self, *args, **kwargs)
+    given = bound(original, self, *args, **kwargs)
+    given.apply_defaults()
+    if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments["optimizer"]) and why_not():
+        given.arguments["jit_compile"] = False
+        _log_once(why_not())
+    return original(*given.args, **given.kwargs)
+
+
+def switch_off(model: keras.Model) -> None:
+    """Turn XLA off for a compiled model that has got a distributed optimizer, if XLA cannot compile collectives."""
+    if model.jit_compile and (reason := why_not()):
+        _log_once(reason)
+        model.jit_compile = False
+
+
+def follow_ranks(model: keras.Model) -> None:
+    """Make Keras trace the compiled step of a model again if the number of ranks has changed since the last fit.
+
+    Sparse gradients are gathered, and the shape of a gather's result depends on the number of ranks.
+    """
+    if not model.jit_compile or not runtime.is_initialized():
+        return
+    ranks = runtime.current().topology.size
+    if getattr(model, "_mpistrat_ranks", ranks) != ranks:
+        model.train_function = None
+    model._mpistrat_ranks = ranks
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    rank = runtime.current().topology.rank if runtime.is_initialized() else 0
+    logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: models with a DistributedOptimizer are trained "
+               "without XLA (jit_compile=False), which cannot compile collectives: %s", rank, reason)

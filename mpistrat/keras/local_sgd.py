@@ -26,8 +26,7 @@ from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import is_keras2, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from .bridge import patches
-from .bridge.nested_optimizers import distributed_in, parts_of
-from .bridge.private_names import Logs, non_trainable_variables
+from .bridge.private_names import Logs, distributed_in, non_trainable_variables, parts_of
 from .bridge.running_statistics import average_statistics
 from .bridge.training import (
     LOCAL_SGD,

@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("keras")
 
 from mpistrat.core.slowest import Waits
-from mpistrat.keras.bridge.row_counts import UNKNOWN
-from mpistrat.keras.bridge.throughput import Speed, Work, line_of, speed_of
+from mpistrat.keras.bridge.measures import UNKNOWN, Speed, Work, line_of, speed_of
 
 
 @pytest.mark.parametrize("works, speed", [

@@ -1,11 +1,14 @@
-"""Private names of Keras that several modules use. Tested with all versions that `import mpistrat.keras` accepts.
+"""Private names of Keras that several modules use, and the optimizers inside of an optimizer. Local.
 
-(keras.optimizer checks the hooks that Keras calls while it applies gradients.)
+Tested with all versions of Keras that `import mpistrat.keras` accepts. mpistrat/keras/optimizers/optimizer.py checks
+the methods that Keras calls while it applies gradients (`require_hooks`).
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer
 from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 from keras.src.backend.tensorflow import trainer
 from keras.src.legacy.saving import legacy_h5_format
@@ -13,10 +16,11 @@ from keras.src.saving import saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import is_keras2
+from ...tensorflow.kerases import is_keras2, is_optimizer
 
-__all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "legacy_h5_format",
-           "non_trainable_variables", "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
+__all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "distributed_in",
+           "legacy_h5_format", "non_trainable_variables", "optimizers_in", "parts_of", "passes_on", "saving_lib",
+           "serialise_as", "states_in", "trained_by", "trainer", "weights_of"]
 
 # The base classes of keras.Model: the class of all backends, and TensorFlow's class. Keras 3.16 has other names.
 BaseTrainer = getattr(trainer.base_trainer, "BaseTrainer", None) or trainer.base_trainer.Trainer
@@ -87,8 +91,52 @@ def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
     return [variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)]
 
 
-def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+# -- the optimizers inside of a LossScaleOptimizer or a MultiOptimizer -------------------------------------------------
+
+
+def trained_by(optimizer: Optimizer) -> list[keras.Variable]:
     """Return the variables that an optimizer was built for."""
     variables: list[keras.Variable] = getattr(optimizer, "_trainable_variables", [])  # Not an attribute of Keras 2.
     inner = getattr(optimizer, "inner_optimizer", None)
     return variables if variables or inner is None else trained_by(inner)  # A LossScaleOptimizer of Keras 3.0 has none.
+
+
+def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """Yield `optimizer`, and then its inner optimizers. Yield nothing for None.
+
+    A MultiOptimizer that gets its optimizers from a function has no inner optimizers before it is built.
+    """
+    if optimizer is None:
+        return
+    yield optimizer
+    for inside in (getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or ())):
+        yield from parts_of(inside)
+
+
+def passes_on(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` passes gradients on to inner optimizers, even if it has none yet."""
+    return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
+
+
+def distributed_in(optimizer: Optimizer | None) -> list[Any]:
+    """The parts of `optimizer` that average gradients over the ranks."""
+    return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
+
+
+def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
+    """Return the WholeStates of the optimizers and inner optimizers whose state is divided among the ranks now."""
+    found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
+             for optimizer in optimizers for part in parts_of(optimizer)}
+    return [state for state in found.values() if state is not None]
+
+
+def optimizers_in(value: object) -> Iterator[Optimizer]:
+    """Yield an optimizer, or the optimizers in lists, tuples and dicts, which may be nested or contain themselves."""
+    seen, left = set(), [value]
+    while left:
+        each = left.pop()
+        if is_optimizer(each):
+            yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            left += reversed(each.values() if isinstance(each, dict) else each)

@@ -26,8 +26,15 @@ from ...tensorflow.equal_weights import CAUSES
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
-from .nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
-from .private_names import non_trainable_variables, trained_by, weights_of
+from .private_names import (
+    distributed_in,
+    non_trainable_variables,
+    optimizers_in,
+    parts_of,
+    states_in,
+    trained_by,
+    weights_of,
+)
 
 LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 

@@ -27,22 +27,18 @@ from ...process import step_timer
 from ...process.step_timer import StepTimer
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.kerases import is_keras2, is_of_keras
+from ...tensorflow.ops import broadcast_
 from ...tensorflow.same_data import some_rows
-from .. import xla
-from ..bridge.adapted import layers_of_inputs
+from ..bridge.compared import layers_of_inputs
 from ..bridge.elastic_fit import Elastic, run_fit
-from ..bridge.keras2_arguments import bound
-from ..bridge.metric_means import AverageMetrics
-from ..bridge.patches import Function, replaces
+from ..bridge.measures import AverageMetrics, FitThroughput, RowCount
+from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
-from ..bridge.row_counts import RowCount
 from ..bridge.running_statistics import AverageStatistics
-from ..bridge.throughput import FitThroughput
 from ..bridge.training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from ..callbacks import BroadcastGlobalVariablesCallback
-from .fit_checks import ChecksWithinEpochs, FitChecks
-from .fit_states import Begin, is_users, problem_at_begin
-from .join_epochs import JoinEpochs
+from ..clone import follow_ranks
+from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_at_begin
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
@@ -90,7 +86,7 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     if averaging is None:
         _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
-        xla.follow_ranks(model)
+        follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
@@ -222,6 +218,43 @@ class TimedSteps(Callback):
         ended, self._steps = batch + 1 - self._steps, batch + 1
         self._timer.end_step(ended, self._rows.rows or None, self._is_global, waits_between)
         self._timer.end_script()
+
+
+class JoinEpochs(Callback):
+    """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
+
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches.
+    The rank with the most batches has made all updates, so its trainable weights and optimizer state, except local
+    variables, are broadcast to all ranks: before the validation of the epoch, and before callbacks read or save the
+    model. (This rank need not be the last to join: with accumulated gradients some batches do not communicate.)
+    """
+
+    def __init__(self, training: Training):
+        super().__init__()
+        self._training = training
+        self._has_joined = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._has_joined = False
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self._join()  # Keras validates before the epoch ends for callbacks.
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._has_joined:
+            return
+        self._has_joined = True
+        process_set = self._training.process_set
+        array_ops.join(process_set)
+        calls = array_ops.allgather([self._training.calls], f"{self._training.name}/calls", process_set)
+        variables = [*self.model.trainable_variables, *self._training.variables]
+        ranks = process_set.ranks
+        assert ranks is not None  # The set is registered, since it has joined.
+        most = ranks[int(np.argmax(calls))]  # The first of ranks with as many batches; the root is a rank of the job.
+        broadcast_(self._training.shared(variables), most, f"{self._training.name}/joined", process_set)
 
 
 def digest_of_rows(inputs: object) -> int:

@@ -1,4 +1,4 @@
-"""The averaging of gradients in an optimizer of Keras 2. Keras calls these methods. Collective.
+"""The averaging of gradients in an optimizer of Keras 2, and fit of Keras 2. Keras calls these methods. Collective.
 
 Keras 2 optimizers have a method that aggregates gradients, which is called before clipping. A LossScaleOptimizer calls
 the inner optimizer's method before it looks for gradients that are not finite, so that all ranks find the same.
@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
+import tf_keras
 
 from ...core.errors import InvalidRequestError
 from ...tensorflow.bridge.types import OptionalGradient
-from ..bridge.nested_optimizers import passes_on
-from ..sharded.optimizer_state import OptimizerState
-from . import fit  # noqa: F401  # It registers what it replaces.
+from ..bridge.patches import replaces
+from ..bridge.private_names import passes_on
+from ..fit import fit_callbacks
+from ..sharded.shard_state import OptimizerState
+
+# Applied with the first DistributedOptimizer of an optimizer of Keras 2, which imports this module.
+replaces(tf_keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+         "callbacks.on_train_begin()")(fit_callbacks.fit)
 
 Pairs = list[tuple[OptionalGradient, tf.Variable]]
 

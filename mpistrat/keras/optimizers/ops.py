@@ -17,7 +17,7 @@ from ...tensorflow import ops, scatter_ops
 from ...tensorflow.bridge.types import Reducible, Tensor
 from ...tensorflow.compression import Compression, Compressor
 from ...tensorflow.kerases import accumulated_passes, is_keras2_in_use
-from ..bridge.nested_optimizers import distributed_in
+from ..bridge.private_names import distributed_in
 from ..clone import replace_optimizer
 from .optimizer import DistributedOptimizer
 

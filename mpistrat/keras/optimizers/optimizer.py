@@ -4,18 +4,19 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
+import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...core.request import Average, ReduceOp, Sum
 from ...tensorflow.accumulators import is_accumulator
 from ...tensorflow.bridge import names
-from ...tensorflow.bridge.types import Variable
+from ...tensorflow.bridge.types import OptionalGradient, Variable
 from ...tensorflow.compression import Compression, Compressor
 from ...tensorflow.gradients import (
     GradientGroups,
@@ -26,17 +27,17 @@ from ...tensorflow.gradients import (
     register_local_layers,
 )
 from ...tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
-from .. import xla  # noqa: F401  # They register what they replace.
-from ..bridge import patches  # They register what they replace.
-from ..bridge.nested_optimizers import distributed_in, parts_of, passes_on
+from ...tensorflow.list_ops import as_tensor, with_unique_rows
+from ...tensorflow.overwritten import indices_of
+from ...tensorflow.xla.context import is_compiled
+from ..bridge import patches
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import serialise_as, trained_by
+from ..bridge.private_names import distributed_in, parts_of, passes_on, serialise_as, trained_by
 from ..clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
 from ..fit import fit_callbacks  # noqa: F401
-from ..sharded.optimizer_state import Arguments, OptimizerState
+from ..sharded.shard_state import Arguments, OptimizerState
 from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
-from . import scatter, whole_files  # noqa: F401  # They register what they replace.
-from .applying import Applying, require_hooks
+from . import whole_files  # noqa: F401
 
 _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
@@ -346,6 +347,115 @@ def _applying(original: type[Optimizer]) -> type:
     return applying_of(original)
 
 
+# -- the averaging of gradients in an optimizer of Keras 3. Keras calls these methods. Collective ----------------------
+#
+# For Keras 2 see mpistrat/keras/keras2/applying.py.
+
+# Private methods that Keras calls while it applies gradients. These methods reduce accumulated gradients.
+_HOOKS = ("_backend_apply_gradients", "_clip_gradients")
+_CLIPS_BEFORE = "this Keras clips gradients before it accumulates them"
+
+
+class Applying:
+    """A mix-in before a Keras optimizer's class that reduces gradients before Keras uses them.
+
+    With gradient accumulation it reduces the sum over the steps once per update, not the gradient of each step.
+    With and without accumulation Keras clips after the reduction, so Keras clips the averaged gradient.
+    """
+
+    _mpistrat: OptimizerState
+
+    def apply(self, grads: Iterable[OptionalGradient],
+              trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
+        """Average the gradients over the ranks, and call the original class' apply with the averages. Collective.
+
+        Raises:
+            MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
+            ValueError: There are more or fewer variables than gradients.
+        """
+        grads = list(grads)
+        given = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
+        variables = trained_by(self) if given is None else given
+        if len(grads) != len(variables):
+            if given is None:
+                return super().apply(grads)  # type: ignore[misc]  # Keras raises the error.
+            raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
+        return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
+
+    def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                        variables: list[keras.Variable]) -> tf.Tensor | None:
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            return self._mpistrat_apply_accumulated(grads, given, variables)
+        return super().apply(self._mpistrat.reducer.reduce(grads, variables), given)  # type: ignore[misc]
+
+    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                                    variables: list[keras.Variable]) -> tf.Tensor | None:
+        self._mpistrat.reducer.require_no_strategy()
+        # Keras assigns some gradients to their variables directly, without a hook.
+        overwritten = indices_of(variables)
+        grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
+        if self._mpistrat.called.issuperset(_HOOKS):
+            return super().apply(grads, given)  # type: ignore[misc]
+        require_hooks(type(self))
+        expected = set(_HOOKS) if any(gradient is not None and i not in overwritten
+                                      for i, gradient in enumerate(grads)) else set()
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
+            expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
+        result = super().apply(grads, given)  # type: ignore[misc]
+        if not expected <= self._mpistrat.called:
+            raise _unknown(f"{type(self).__name__}.apply did not call "
+                           f"{', '.join(sorted(expected - self._mpistrat.called))}")
+        return result
+
+    def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
+                                 trainable_variables: Sequence[keras.Variable]) -> None:
+        # Keras calls this from apply. Keras' method calls _clip_gradients, only in the branch of the update.
+        self._mpistrat.called.add("_backend_apply_gradients")
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._mpistrat.accumulating = list(trainable_variables)
+        try:
+            return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            self._mpistrat.accumulating = None
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
+                                  ) -> list[tuple[OptionalGradient, tf.Variable]]:
+        # Without a strategy Keras' method changes nothing. But the method has a custom gradient, and TensorFlow keeps
+        # the graph of the train step for that gradient until the process ends.
+        if tf.distribute.has_strategy():
+            return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
+        return list(grads_and_vars)
+
+    def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
+        own = self._mpistrat
+        own.called.add("_clip_gradients")
+        if own.accumulating is not None:
+            grads = own.reducer.reduce(grads, own.accumulating)
+            if own.factor != 1.0:
+                grads = [g if g is None else g * tf.cast(own.factor, g.dtype) for g in grads]
+        elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise _unknown(_CLIPS_BEFORE)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+
+def require_hooks(cls: type) -> None:
+    """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
+    # The mix-ins of a distributed class define the hooks in any case.
+    missing = [name for name in _HOOKS if not hasattr(original_class(cls), name)]
+    if missing:
+        raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
+    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
+        raise _unknown(_CLIPS_BEFORE)
+
+
+def _unknown(what: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. Leave out "
+        "backward_passes_per_step and gradient_accumulation_steps, or install "
+        "Keras 3.5 or 3.15, with which averaging was tested.")
+
+
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
 @replaces(LossScaleOptimizer, "check_finite",
           "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
@@ -354,3 +464,50 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Te
     finite = original(self, grads)
     states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
     return states[0].reducer.all_true(finite, "finite") if states else finite
+
+
+# -- the rows of tf.IndexedSlices are added in one order, so that repeated rows have one sum on all ranks --------------
+#
+# Keras adds slices to a variable with TensorFlow's ResourceScatterAdd and ResourceScatterSub. On the CPU these use
+# several threads from 1024 rows on, and add rows with the same index in the order of the threads, so ranks with the
+# same slices get different bits. ResourceScatterNdAdd and ResourceScatterNdSub add row after row, and take no longer:
+# https://github.com/tensorflow/tensorflow/tree/v2.21.0/tensorflow/core/kernels (ScatterFunctorBase, ScatterNdFunctor).
+# XLA compiles both to the same code. When Keras makes slices dense, it sums with UnsortedSegmentSum, in which each
+# thread has its own rows of the result.
+#
+# On a GPU all of these operations use atomic additions. There repeated rows are summed before they are added, by
+# UnsortedSegmentSum, which is deterministic with the variable that init() sets (set_cuda_variables). In steps that XLA
+# compiles for a GPU gradients are dense before they are averaged (reduce_gradients). Elsewhere repeated rows are not
+# summed first, because Keras' optimizers square each row, also in one process.
+#
+# Applied with the first DistributedOptimizer, the first MPIStrategy, and the first slices of a DistributedGradientTape.
+
+_REASON = "rows that repeat would have another sum on each rank"
+
+
+@replaces(Optimizer, "assign_add", _REASON, "variable.scatter_add(value)")
+def assign_add(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
+    _add(tf.raw_ops.ResourceScatterNdAdd, original, self, variable, value)
+
+
+@replaces(Optimizer, "assign_sub", _REASON, "variable.scatter_sub(value)")
+def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
+    _add(tf.raw_ops.ResourceScatterNdSub, original, self, variable, value)
+
+
+def _add(operation: Callable, original: Function, optimizer: Optimizer, variable: keras.Variable | tf.Variable,
+         value: object) -> None:
+    """Scatter slices into a variable by `operation`; other values go to Keras' own function."""
+    if not isinstance(value, tf.IndexedSlices):
+        original(optimizer, variable, value)
+        return
+    resource = variable.value if isinstance(variable, keras.Variable) else variable
+    rows = as_tensor(tf.IndexedSlices(tf.cast(value.values, resource.dtype), value.indices))
+    if _adds_atomically(resource):
+        rows = with_unique_rows(rows)
+    operation(ref=resource.handle, indices=rows.indices[:, tf.newaxis], updates=rows.values)
+
+
+def _adds_atomically(resource: tf.Variable) -> bool:
+    """Return whether TensorFlow adds rows to a variable in any order. If so, repeated rows must be summed first."""
+    return "GPU" in resource.device and not is_compiled()

@@ -18,9 +18,8 @@ from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
 from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import indices_of
-from ..bridge.nested_optimizers import passes_on, states_in
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import legacy_h5_format
+from ..bridge.private_names import legacy_h5_format, passes_on, states_in
 from ..clone import original_class
 from .parts import Parts
 from .shard_state import WholeState

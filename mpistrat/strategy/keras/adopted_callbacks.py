@@ -8,12 +8,11 @@ import keras
 from keras.callbacks import CallbackList
 
 from ...api import array_ops
-from ...keras.bridge.keras2_arguments import bound
-from ...keras.bridge.patches import Function
+from ...keras.bridge.patches import Function, bound
 from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.training import StrategyTraining, step_values_of
 from ...keras.fit.fit_callbacks import users_callbacks
-from ...keras.fit.fit_states import reads_logs
+from ...keras.fit.fit_checks import reads_logs
 from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from .step_state import strategy_of
 from .trainer import Trainer, average

@@ -16,10 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ...keras.bridge.measures import rows_of
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.private_names import TensorFlowTrainer, all_layers
-from ...keras.bridge.row_counts import rows_of
 from ...tensorflow.xla import context as xla
 from .step_state import state, strategy_of
 

@@ -19,8 +19,8 @@ from keras.optimizers import Optimizer
 from ...api import array_ops, runtime
 from ...core.errors import MismatchError
 from ...core.request import Sum
-from ...keras.bridge.nested_optimizers import parts_of
-from ...keras.bridge.rates import rates_of, require_equal_rates
+from ...keras.bridge.compared import rates_of, require_equal_rates
+from ...keras.bridge.private_names import parts_of
 from ...keras.bridge.training import StrategyTraining
 from ...tensorflow.bridge.names import OptimizerName, eager
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable

@@ -15,13 +15,12 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...core.errors import InvalidRequestError
-from ...keras.bridge.nested_optimizers import passes_on
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
+from ...keras.bridge.private_names import passes_on
 from ...keras.clone import original_class
-from ...keras.optimizers.applying import Applying
-from ...keras.optimizers.optimizer import class_with
-from ...keras.sharded.optimizer_state import OptimizerState
+from ...keras.optimizers.optimizer import Applying, class_with
+from ...keras.sharded.shard_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.bridge.types import OptionalGradient

@@ -15,7 +15,7 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from ...keras.bridge.row_counts import LocalScalar, rows_of
+from ...keras.bridge.measures import LocalScalar, rows_of
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.graph.differentiable import loss_weighted

@@ -18,13 +18,12 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
 from ...core.request import Max
-from ...keras.bridge.nested_optimizers import distributed_in, parts_of
+from ...keras.bridge.measures import rows_of
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
-from ...keras.bridge.private_names import BaseTrainer, all_layers
+from ...keras.bridge.private_names import BaseTrainer, all_layers, distributed_in, parts_of
 from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...keras.bridge.row_counts import rows_of
 from ...keras.bridge.running_statistics import average_statistics, running_statistics
 from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
 from ...keras.sync_batch_norm import SyncBatchNormalization
