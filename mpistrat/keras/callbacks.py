@@ -19,10 +19,10 @@ from ..tensorflow.identity_set import IdentitySet
 from ..tensorflow.kerases import KERASES, build, is_of_keras, package_of, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
 from .bridge.compared import number
-from .bridge.elastic_fit import Elastic
-from .bridge.measures import UNKNOWN, MetricMeans, RowCount, Throughput
+from .bridge.measures import UNKNOWN, LocalScalar, MetricMeans, Throughput, row_count_of
 from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, parts_of, states_in, weights_of
 from .bridge.training import in_fit, is_under_strategy, name_in_fit, optimizers_of, training_of
+from .elastic import Elastic
 from .local_sgd import DiLoCo, LocalSGD
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
@@ -155,39 +155,39 @@ class MetricAverageCallback(Callback):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
         self._means = MetricMeans(self._process_set)
-        self._trained: RowCount | None = None  # None: rows are not counted
-        self._tested: RowCount | None = None
+        self._trained: LocalScalar | None = None  # None: rows are not counted
+        self._tested: LocalScalar | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._trained = self._tested = None
         if self._weighted and self._process_set.has_others() and not is_under_strategy(self.model):
-            self._trained, self._tested = (RowCount.of(self.model, step) for step in ("train_step", "test_step"))
+            self._trained, self._tested = (row_count_of(self.model, step) for step in ("train_step", "test_step"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._has_trained = self._has_tested = False
         self._rows_tested = self._batches_tested = 0
-        self._trained_before = 0 if self._trained is None else self._trained.rows
+        self._trained_before = 0 if self._trained is None else self._trained.sum()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
 
     def on_test_begin(self, logs: Logs = None) -> None:
         self._has_tested, self._batches_tested = False, 0
-        self._tested_before = 0 if self._tested is None else self._tested.rows
+        self._tested_before = 0 if self._tested is None else self._tested.sum()
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_tested, self._batches_tested = True, batch + 1
 
     def on_test_end(self, logs: Logs = None) -> None:
         # Counted now, since a callback may evaluate other rows later in this epoch.
-        self._rows_tested = 0 if self._tested is None else self._tested.rows - self._tested_before
+        self._rows_tested = 0 if self._tested is None else self._tested.sum() - self._tested_before
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if not self._process_set.has_others():
             return
         rows = None
         if self._trained is not None:
-            trained = self._trained.rows - self._trained_before
+            trained = self._trained.sum() - self._trained_before
             rows = (UNKNOWN if self._has_trained and not trained else trained,
                     UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
         name = name_in_fit(self.model, "metric_average", self._process_set)

@@ -82,40 +82,29 @@ class LocalScalar:
         return tf.reshape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=self._dtype), [])
 
 
-class RowCount:
-    """The number of rows that a step function of a model has got on this rank. It only grows; callers subtract."""
+def row_count_of(model: keras.Model, step: str) -> LocalScalar:
+    """Return the count of the rows that a model's `train_step` or `test_step` gets. It only grows; callers subtract.
 
-    def __init__(self) -> None:
-        self._count = LocalScalar(tf.int64, 0)
+    Batches whose rows cannot be counted (see `rows_of`) add 0. The first call makes Keras trace the step again. The
+    wrapper stays on the model, so that the next fit need not trace. Local.
+    """
+    original = getattr(model, step)
+    if (found := getattr(original, "mpistrat_rows", None)) is not None:
+        return found
+    count = LocalScalar(tf.int64, 0)
 
-    @property
-    def rows(self) -> int:
-        """The number of rows. Batches whose rows cannot be counted (see `rows_of`) add 0."""
-        return self._count.sum()
+    @tf.autograph.experimental.do_not_convert
+    def counting_step(data: object) -> object:
+        rows = rows_of(data)
+        if rows is not None:
+            count.add(rows)
+        return original(data)
 
-    @classmethod
-    def of(cls, model: keras.Model, step: str) -> "RowCount":
-        """Return the count of a model's `train_step` or `test_step`. The first call makes Keras retrace it. Local.
-
-        The wrapper stays on the model, so that the next fit need not trace again.
-        """
-        found = getattr(getattr(model, step), "mpistrat_rows", None)
-        if isinstance(found, RowCount):
-            return found
-        count, original = cls(), getattr(model, step)
-
-        @tf.autograph.experimental.do_not_convert
-        def counting_step(data: object) -> object:
-            rows = rows_of(data)
-            if rows is not None:
-                count._count.add(rows)
-            return original(data)
-
-        counting_step.mpistrat_rows = count
-        setattr(model, step, counting_step)
-        make_function = {"train_step": model.make_train_function, "test_step": model.make_test_function}[step]
-        make_function(force=True)
-        return count
+    counting_step.mpistrat_rows = count
+    setattr(model, step, counting_step)
+    make_function = {"train_step": model.make_train_function, "test_step": model.make_test_function}[step]
+    make_function(force=True)
+    return count
 
 
 def rows_of(data: object) -> tf.Tensor | None:
@@ -131,8 +120,9 @@ def rows_of(data: object) -> tf.Tensor | None:
 
 
 class MetricMeans:
-    """Averages the metrics that all ranks of a process set have. Logs one warning if a rank lacks a metric, or if the
-    ranks have validated on different numbers of batches.
+    """Averages the metrics that all ranks of a process set have.
+
+    Logs one warning if a rank lacks a metric, or if the ranks have validated on different numbers of batches.
     """
 
     def __init__(self, process_set: ProcessSet):
@@ -255,25 +245,21 @@ class Work:
                     self.steps + other.steps, self.seconds + other.seconds, total([self.waits, other.waits]))
 
 
-@dataclass(frozen=True)
-class Speed:
-    """The speed of training of all ranks together."""
+def speed_of(works: Sequence[Work]) -> tuple[str, float]:
+    """Return the speed of ranks that have done `works` in parallel: the unit, and how many per second.
 
-    unit: str  # "rows", or "steps" if the rows of some rank are unknown. All ranks together make a step.
-    per_second: float  # nan if nothing was measured
-
-
-def speed_of(works: Sequence[Work]) -> Speed:
-    """Return the speed of ranks that have done `works` in parallel."""
+    The unit is "rows", or "steps" of all ranks together if the rows of some rank are unknown. The number is nan if
+    nothing was measured.
+    """
     seconds = max(work.seconds for work in works)
     is_known = all(work.rows != UNKNOWN for work in works)
     done = sum(work.rows for work in works) if is_known else max(work.steps for work in works)
-    return Speed("rows" if is_known else "steps", done / seconds if done and seconds else float("nan"))
+    return "rows" if is_known else "steps", done / seconds if done and seconds else float("nan")
 
 
-def line_of(speed: Speed, works: Sequence[Work], names: Sequence[str]) -> str:
+def line_of(unit: str, per_second: float, works: Sequence[Work], names: Sequence[str]) -> str:
     """Return the line that rank 0 prints at the end of fit. `works` and `names` are in rank order."""
-    return (f"mpistrat: fit has trained {figure(speed.per_second)} {speed.unit} per second on {len(works)} ranks"
+    return (f"mpistrat: fit has trained {figure(per_second)} {unit} per second on {len(works)} ranks"
             f"{shares_of([work.waits for work in works], names)}.")
 
 
@@ -297,18 +283,18 @@ class Throughput(Callback):
     def __init__(self, process_set: ProcessSet = global_process_set):
         super().__init__()
         self._process_set = resolved(process_set)
-        self._rows: RowCount | None = None  # None on ranks that take no part
+        self._rows: LocalScalar | None = None  # None on ranks that take no part
         self._begun = self._steps = 0  # steps of fit that have begun, and steps of the epoch that have ended
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._rows, self._begun = None, 0
         if not self._process_set.included():
             return
-        self._rows = rows = RowCount.of(self.model, "train_step")
+        self._rows = rows = row_count_of(self.model, "train_step")
         if (tracer := runtime.current().tracer) is not None:  # `mpistrat top` shows the rows, too.
             tracer.is_line_due = False  # The line of fit, unless fit is silent, has more.
-            before = (tracer.rows() if tracer.rows is not None else 0) - rows.rows
-            tracer.rows = lambda: before + rows.rows
+            before = (tracer.rows() if tracer.rows is not None else 0) - rows.sum()
+            tracer.rows = lambda: before + rows.sum()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._steps = 0
@@ -326,19 +312,20 @@ class Throughput(Callback):
         if self._rows is None:
             return
         name = name_in_fit(self.model, "epoch_throughput", self._process_set)
-        speed = speed_of(array_ops.allgather_object(self._work_since_begin(self._rows), name, self._process_set))
+        unit, per_second = speed_of(array_ops.allgather_object(self._work_since_begin(self._rows), name,
+                                                               self._process_set))
         if logs is not None:
-            logs[f"{speed.unit}_per_second"] = speed.per_second
+            logs[f"{unit}_per_second"] = per_second
 
     def _begin(self) -> None:
         if self._rows is not None:
-            self._steps_before, self._rows_before = self._steps, self._rows.rows
+            self._steps_before, self._rows_before = self._steps, self._rows.sum()
             self._began = self._ended = time.perf_counter()
 
-    def _work_since_begin(self, counted: RowCount) -> Work:
+    def _work_since_begin(self, counted: LocalScalar) -> Work:
         if self._begun < 2:
             return Work(0, 0, 0.0)
-        steps, rows = self._steps - self._steps_before, counted.rows - self._rows_before
+        steps, rows = self._steps - self._steps_before, counted.sum() - self._rows_before
         return Work(UNKNOWN if steps and not rows else rows, steps, self._ended - self._began,
                     waits_between(self._began, self._ended, self._process_set.process_set_id or 0))
 
@@ -346,8 +333,7 @@ class Throughput(Callback):
 class FitThroughput(Throughput):
     """Prints the speed of the whole of fit on the first rank of a process set. Collective, with `name`; fit adds it.
 
-    Args:
-        is_silent: A function, the same on all ranks. If it returns True, the ranks exchange and print nothing.
+    If `is_silent`, which returns the same on all ranks, returns True, the ranks exchange and print nothing.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, is_silent: Callable[[], bool]):
@@ -365,8 +351,8 @@ class FitThroughput(Throughput):
         numbers = array_ops.allgather(np.array([[*counts, *waits]]), self._name, self._process_set)
         works = [Work(int(rows), int(steps), seconds, Waits(*waits)) for rows, steps, seconds, *waits in
                  numbers.tolist()]
-        speed = speed_of(works)
-        if self._process_set.rank() == 0 and not math.isnan(speed.per_second):
+        unit, per_second = speed_of(works)
+        if self._process_set.rank() == 0 and not math.isnan(per_second):
             host_of = runtime.current().topology.host_of
             names = [f"rank {rank} on {host_of[rank]}" for rank in self._process_set.ranks or range(len(works))]
-            print(line_of(speed, works, names), flush=True)
+            print(line_of(unit, per_second, works, names), flush=True)

@@ -88,7 +88,7 @@ def weights_of(model: keras.Model) -> list[keras.Variable]:
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of a model and its layers that are never trained, without weights of frozen layers."""
     name = "_non_trainable_weights" if is_keras2(model) else "_non_trainable_variables"
-    return [variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)]
+    return list(IdentitySet(variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)))
 
 
 # -- the optimizers inside of a LossScaleOptimizer or a MultiOptimizer -------------------------------------------------

@@ -19,29 +19,18 @@ from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
 from ...tensorflow.gradients import label_of
 from ...tensorflow.graph.buckets import reduce_list
 from ...tensorflow.graph.reduce_spec import ReduceSpec
-from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import aggregation_of, is_of_keras
 from ...tensorflow.list_ops import number_of
-from .private_names import Callback, Logs, non_trainable_variables
+from .private_names import Callback, Logs, non_trainable_variables, states_in
 from .training import Training
+
+_AGGREGATED = ("sum", "only_first_replica")
 
 
 def running_statistics(model: keras.Model) -> list[keras.Variable]:
     """Return the running statistics of all layers, including frozen layers."""
-    return [v for v in _state(model) if tf.as_dtype(v.dtype).is_floating and not _is_aggregated(v)]
-
-
-def counters(model: keras.Model) -> list[keras.Variable]:
-    """Return the integer counters of all layers. (The random state of a layer, which differs by rank, is uint32.)"""
-    return [v for v in _state(model) if v.dtype in ("int32", "int64") and not _is_aggregated(v)]
-
-
-def _state(model: keras.Model) -> list[keras.Variable]:
-    return list(IdentitySet(non_trainable_variables(model)))
-
-
-def _is_aggregated(variable: keras.Variable) -> bool:
-    return aggregation_of(variable) in ("sum", "only_first_replica")
+    return [v for v in non_trainable_variables(model)
+            if tf.as_dtype(v.dtype).is_floating and aggregation_of(v) not in _AGGREGATED]
 
 
 def average_statistics(training: Training) -> None:
@@ -50,8 +39,11 @@ def average_statistics(training: Training) -> None:
     Variables that are local to each rank are not changed.
     """
     model = training.model
+    # The random state of a layer, which differs by rank, is uint32.
+    counters = [v for v in non_trainable_variables(model)
+                if v.dtype in ("int32", "int64") and aggregation_of(v) not in _AGGREGATED]
     for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
-                          (Max, [*counters(model), *training.counters])):
+                          (Max, [*counters, *training.counters])):
         shared = training.shared(variables)
         for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
             variable.assign(value)
@@ -102,10 +94,6 @@ class AverageStatistics(Callback):
     It also does this before a callback of any rank saves the model within an epoch, and gathers the state of sharded
     optimizers. fit adds it before the callbacks that save the model. Validation in fit comes before it, with each
     rank's own statistics.
-
-    Args:
-        training: The training of the model.
-        callbacks: The callbacks of fit on this rank.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback]):
@@ -116,7 +104,7 @@ class AverageStatistics(Callback):
         self._summed: dict[int, tf.Tensor] = {}  # the last value that all ranks had in common, by the variable's id
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for state in self._training.divided_states:
+        for state in states_in(self._training.parts):
             state.forget()
         # Not when training begins: variables may be broadcast then.
         for variable in self._sums():
@@ -136,7 +124,7 @@ class AverageStatistics(Callback):
     def _sums(self) -> list[keras.Variable]:
         """Return the variables that get the sum of all ranks' additions. None under a strategy: assign_add does it."""
         return [] if self._training.is_under_strategy else [
-            variable for variable in _state(self.model) if aggregation_of(variable) == "sum"]
+            variable for variable in non_trainable_variables(self.model) if aggregation_of(variable) == "sum"]
 
     def _average(self) -> None:
         self._training.synchronise()

@@ -7,7 +7,6 @@ mpistrat adds to fit call this module, in the thread of fit. Local.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -69,11 +68,6 @@ class Training:
         return [own.reducer.checks for own in states if own is not None and own.reducer_or_none is not None]
 
     @property
-    def divided_states(self) -> list[Any]:
-        """The WholeStates of optimizers whose state is divided among the ranks."""
-        return states_in(self.parts)
-
-    @property
     def leaves_weights_uncompared(self) -> bool:
         """Whether some of the coming first reductions cannot compare the weights."""
         return False
@@ -120,14 +114,13 @@ class Training:
         raise NotImplementedError
 
     def compared(self) -> list[Variable]:
-        """Return the shared weights and the shared state of the optimizers."""
         own = IdentitySet(non_trainable_variables(self.model))
         return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
     def consolidate(self, place: int = 0) -> None:
         """Gather the state of sharded optimizers on a rank, which may then save the model. Collective."""
-        for state in self.divided_states:
+        for state in states_in(self.parts):
             state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
@@ -231,8 +224,8 @@ class StrategyTraining(Training):
 
     def begin(self, usual_rows: int, reads_logs: bool) -> None:
         """Store the values that the ranks have agreed on: the rows of a full batch, and whether a rank reads logs."""
-        self.has_begun = True
-        step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
+        self.has_begun, values = True, step_values_of(self.model)
+        values.train_rows, values.reads_logs = max(1, usual_rows), reads_logs
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]
@@ -304,9 +297,11 @@ def training_of(model: keras.Model) -> Training | None:
     if is_under_strategy(model):
         return None if is_keras2(model) else StrategyTraining(model)
     wholes = optimizers_of(model)
-    found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
-        | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
-    return DistributedTraining(model, list(found.values()), wholes) if found else None
+    compiled = IdentitySet(distributed_in(getattr(model, "optimizer", None)))
+    # Then in the order of creation, since the order of attributes may differ by rank.
+    found = sorted(IdentitySet(each for optimizer in wholes for each in distributed_in(optimizer)),
+                   key=lambda each: (each not in compiled, each._mpistrat.reducer.optimizer.place))
+    return DistributedTraining(model, found, wholes) if found else None
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
@@ -346,10 +341,7 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
-    """Return the variables of an optimizer that belong to local variables of its reducer.
-
-    Their names begin with the path of the trained variable.
-    """
+    """Return the variables of an optimizer that belong to local variables, by whose path their names begin."""
     if not reducer.has_local:
         return []
     if is_keras2(optimizer):
@@ -363,9 +355,3 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
         if fitting and prefixes[max(fitting, key=len)]:
             slots.append(slot)
     return slots
-
-
-def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
-    """Return distributed optimizers in the order of creation, since the order of attributes may differ by rank."""
-    found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
-    return dict(sorted(found.items()))

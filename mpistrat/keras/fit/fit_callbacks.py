@@ -30,14 +30,14 @@ from ...tensorflow.kerases import is_keras2, is_of_keras
 from ...tensorflow.ops import broadcast_
 from ...tensorflow.same_data import some_rows
 from ..bridge.compared import layers_of_inputs
-from ..bridge.elastic_fit import Elastic, run_fit
-from ..bridge.measures import AverageMetrics, FitThroughput, RowCount
+from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
 from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
 from ..bridge.running_statistics import AverageStatistics
 from ..bridge.training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..clone import follow_ranks
+from ..elastic import Elastic, run_fit
 from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_at_begin
 from .written_once import written_once
 
@@ -209,14 +209,14 @@ class TimedSteps(Callback):
         self._timer, self._is_global = timer, is_global
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._rows = RowCount.of(self.model, "train_step")
+        self._rows = row_count_of(self.model, "train_step")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._steps = 0  # of this epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         ended, self._steps = batch + 1 - self._steps, batch + 1
-        self._timer.end_step(ended, self._rows.rows or None, self._is_global, waits_between)
+        self._timer.end_step(ended, self._rows.sum() or None, self._is_global, waits_between)
         self._timer.end_script()
 
 

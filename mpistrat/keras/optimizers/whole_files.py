@@ -18,7 +18,7 @@ from ...core.errors import ShutdownError
 from ...process.launch_env import launched_rank
 from ...tensorflow import files
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import legacy_h5_format, saving_lib
+from ..bridge.private_names import legacy_h5_format, saving_lib, states_in
 from ..bridge.running_statistics import average_statistics
 from ..bridge.training import StrategyTraining, is_under_strategy
 
@@ -48,7 +48,7 @@ def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) 
     with contextlib.suppress(ShutdownError):
         average_statistics(training)
     with training.known_values():
-        files.write_once(str(filepath), write, training.consolidate if training.divided_states else None)
+        files.write_once(str(filepath), write, training.consolidate if states_in(training.parts) else None)
     return None
 
 
