@@ -33,10 +33,7 @@ def number(value: object) -> float:
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
-    """Return a label and the current value for each rate of the optimizers, in order.
-
-    Learning rates that are user-defined functions are left out, since a call may have side effects.
-    """
+    """Return the optimizers' rates with labels. User-defined functions are left out: a call may have side effects."""
     return tuple((f"{name} of {type(optimizer).__name__}", value)
                  for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())
 
@@ -144,10 +141,7 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """Return the states of layers and their inner layers, in order.
-
-    `is_broadcast` tells whether a callback makes the variables equal. A TextVectorization includes its StringLookup.
-    """
+    """Return the states of layers and their inner layers, such as the StringLookup of a TextVectorization, in order."""
     found: list[Adapted] = []
     inside: set[int] = set()
     for layer in layers:
@@ -177,7 +171,6 @@ def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
 
 
 def _functions_of(dataset: object) -> Iterator[object]:
-    """Yield the functions that a tf.data pipeline calls. Yield nothing for other objects."""
     if isinstance(dataset, tf.data.Dataset):
         for wrapper in dataset._functions():
             yield getattr(wrapper, "_func", None)

@@ -189,12 +189,9 @@ def _number(value: object) -> np.ndarray | None:
 
 
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the mean of each metric over the ranks, weighted by rows.
+    """Return the mean of each metric over the ranks, weighted by rows of training; `val_...` by those of validation.
 
-    Args:
-        names: The names of the metrics; `val_...` are weighted by the rows of the validation.
-        rows: Each rank's rows of training and of validation; UNKNOWN if the rank had batches without rows.
-        values: For each metric an array of the ranks' values.
+    `rows` has each rank's two numbers; UNKNOWN if the rank had batches without rows. `values` are arrays by rank.
 
     Raises:
         ValueError: The number of rows that a metric needs is unknown on a rank, or 0 on all ranks.

@@ -5,6 +5,7 @@ the methods that Keras calls while it applies gradients (`require_hooks`).
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import keras
@@ -35,18 +36,13 @@ class CalledByKeras2:
     _chief_worker_only = None
     _supports_tf_logs = False  # So the callback gets numbers.
 
-    def _implements_train_batch_hooks(self) -> bool:
-        return self._implements("batch", "train_batch")
-
-    def _implements_test_batch_hooks(self) -> bool:
-        return self._implements("test_batch")
-
-    def _implements_predict_batch_hooks(self) -> bool:
-        return self._implements("predict_batch")
-
     def _implements(self, *names: str) -> bool:
         return not all(getattr(getattr(self, f"on_{name}_{end}"), "_is_default", False)
                        for name in names for end in ("begin", "end"))
+
+    _implements_train_batch_hooks = partialmethod(_implements, "batch", "train_batch")
+    _implements_test_batch_hooks = partialmethod(_implements, "test_batch")
+    _implements_predict_batch_hooks = partialmethod(_implements, "predict_batch")
 
 
 class Callback(CalledByKeras2, keras.callbacks.Callback):
@@ -70,7 +66,6 @@ def serialise_as(subclass: type, original: type) -> None:
 
 
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """Return all layers inside of a model or layer, at any depth."""
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
@@ -113,7 +108,7 @@ def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         yield from parts_of(inside)
 
 
-def passes_on(optimizer: Optimizer) -> bool:
+def passes_on(optimizer: Optimizer | type[Optimizer]) -> bool:
     """Return whether `optimizer` passes gradients on to inner optimizers, even if it has none yet."""
     return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
 

@@ -1,6 +1,6 @@
 """Training: the ranks that train a model in fit, the names of their collectives, and the state that they share.
 
-Distributed optimizers and strategies have a subclass each, and so may callbacks (TrainsApart). The callbacks that
+Distributed optimizers, strategies and the averaging of weights (local_sgd.py) have a subclass each. The callbacks that
 mpistrat adds to fit call this module, in the thread of fit. Local.
 """
 
@@ -14,13 +14,10 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set
-from ...core.errors import InvalidRequestError
-from ...core.topology import describe_by_rank
 from ...tensorflow.accumulators import accumulators_of
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.bridge.types import Variable
 from ...tensorflow.consistency import FirstSteps
-from ...tensorflow.elastic import Averaging
 from ...tensorflow.equal_weights import CAUSES
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.identity_set import IdentitySet
@@ -34,8 +31,6 @@ from .private_names import (
     trained_by,
     weights_of,
 )
-
-LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 
 
 class Training:
@@ -136,8 +131,8 @@ class DistributedTraining(Training):
     """Training with distributed optimizers of one process set.
 
     Args:
-        optimizers: At least one optimizer. The first, which is the same on all ranks, gives the name and the process
-            set. fit neither checks optimizers of other process sets, nor averages statistics for them.
+        optimizers: One or more. The first, which is the same on all ranks, gives the name and the process set. fit
+            neither checks optimizers of other process sets, nor averages statistics for them.
         wholes: The optimizers of the model that are, or contain, the `optimizers`.
     """
 
@@ -237,35 +232,6 @@ class StrategyTraining(Training):
         return self._extended.known_values(self.model)
 
 
-class TrainsApart(keras.callbacks.Callback, Averaging):
-    """A callback of fit with which each rank trains its own weights, which the ranks synchronise from time to time.
-
-    str() of the callback has the arguments that all ranks must agree on.
-    """
-
-    def training(self, model: keras.Model) -> Training:
-        """Train this model from now on. Local. Raises InvalidRequestError if the model cannot be trained so."""
-        raise NotImplementedError
-
-
-def trains_apart(callbacks: Iterable[keras.callbacks.Callback]) -> TrainsApart | None:
-    """Return the TrainsApart among the callbacks of fit, or None. Raises InvalidRequestError if there are several."""
-    found = [callback for callback in callbacks if isinstance(callback, TrainsApart)]
-    if len(found) > 1:
-        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
-                                  "Each averages the weights in another way. Keep one of them.")
-    return found[0] if found else None
-
-
-def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """Return a message if the ranks average in different ways, or "". `of_ranks` has str() of their TrainsApart."""
-    if len(set(of_ranks)) == 1:
-        return ""
-    found = describe_by_rank([each or "none" for each in of_ranks])
-    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
-            "with the same arguments.")
-
-
 @dataclass
 class StepValues:
     """The values that the steps of a model under a strategy depend on. They are equal on all ranks."""
@@ -306,9 +272,6 @@ def training_of(model: keras.Model) -> Training | None:
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
     """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part, or eager.
-
-    Raises:
-        InvalidRequestError: As names.eager.
     """
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:

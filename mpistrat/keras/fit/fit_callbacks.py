@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,10 +34,11 @@ from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
 from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
 from ..bridge.running_statistics import AverageStatistics
-from ..bridge.training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
+from ..bridge.training import Training, in_fit, training_of
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..clone import follow_ranks
 from ..elastic import Elastic, run_fit
+from ..local_sgd import LOCAL_SGD, PeriodicAveraging
 from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_at_begin
 from .written_once import written_once
 
@@ -136,30 +137,29 @@ def _require_no_averaging(training: Training | None, callbacks: Sequence[Callbac
             raise MismatchError(f"fit: {problem}")
 
 
-def _is_list(callbacks: object) -> TypeGuard[keras.callbacks.CallbackList]:
-    return is_of_keras(callbacks, "CallbackList")
+def trains_apart(callbacks: Sequence[Callback]) -> PeriodicAveraging | None:
+    """Return the LocalSGD or DiLoCo among the callbacks, or None. Raises InvalidRequestError if there are several."""
+    found = [callback for callback in callbacks if isinstance(callback, PeriodicAveraging)]
+    if len(found) > 1:
+        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
+                                  "Each averages the weights in another way. Keep one of them.")
+    return found[0] if found else None
 
 
-def users_callbacks(callbacks: object) -> list[Callback]:
+def users_callbacks(callbacks: Any) -> list[Callback]:
     """Return a list of the callbacks passed to fit, which may be one callback, a nested structure or a CallbackList."""
-    if _is_list(callbacks):
+    if is_of_keras(callbacks, "CallbackList"):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
 
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
                   inputs: list[Any]) -> list[Callback]:
-    """Return the callbacks that fit adds before the user's callbacks.
+    """Return the callbacks that fit adds before `wrapped`, which replace the user's `callbacks`.
 
-    Args:
-        training: The training of the model.
-        callbacks: The user's callbacks.
-        wrapped: The callbacks that replace the user's in fit.
-        inputs: The arguments x and y of fit.
+    `inputs` are the arguments x and y of fit.
     """
-    own: list[Callback] = []
-    if training.joins:
-        own.append(JoinEpochs(training))
+    own: list[Callback] = [JoinEpochs(training)] if training.joins else []
     settings = runtime.current().settings
     is_checked = settings.is_checked
     has_own_state = training.averages_statistics or training.shards_state
@@ -182,9 +182,9 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
 
 
 @contextmanager
-def _extended(given: object, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
+def _extended(given: Any, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
     """A context with the `callbacks` argument for fit: the added callbacks, and then the user's."""
-    if not _is_list(given):
+    if not is_of_keras(given, "CallbackList"):
         yield [*own, *users]
         return
     for callback in own:

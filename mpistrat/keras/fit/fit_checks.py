@@ -30,8 +30,9 @@ from ..bridge.compared import Adapted, adapted_in, different_rate, problem_of_ad
 from ..bridge.measures import AverageMetrics
 from ..bridge.private_names import Callback, Logs, all_layers, weights_of
 from ..bridge.running_statistics import AverageStatistics, SaveSchedule, schedules_of
-from ..bridge.training import StrategyTraining, Training, problem_of_settings
+from ..bridge.training import StrategyTraining, Training
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from ..local_sgd import problem_of_settings
 from .written_once import Entry, assign_roles, entry_of, require_backups
 
 logger = logging.getLogger(__name__)
@@ -228,7 +229,6 @@ class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
     Args:
-        training: The training of the model.
         callbacks: The callbacks of fit on this rank.
         wrapped: The callbacks that replace `callbacks` in fit.
         rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
@@ -246,6 +246,7 @@ class FitChecks(Callback):
         self._layers, self._wrapped = layers, wrapped
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set = training.name, training.process_set
+        self._broadcasts = [each for each in callbacks if isinstance(each, BroadcastGlobalVariablesCallback)]
         self._is_checked = runtime.current().settings.is_checked
         self._names_steps = self._compares_rates = False
         self._averages = averages
@@ -275,22 +276,17 @@ class FitChecks(Callback):
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
-        if self._training.joins:
-            self._use_longest_epoch([begin.steps for begin in begins])
         self._averages.begin([begin.readers for begin in begins])
         entries = [begin.entries for begin in begins]
         require_backups(entries, training)
         assign_roles(self._wrapped, entries, training)
+        known = [begin.steps for begin in begins if begin.steps is not None]
         for callback in self._callbacks:
-            if isinstance(callback, BroadcastGlobalVariablesCallback):
-                callback.first_steps = training.first_steps
-
-    def _use_longest_epoch(self, steps: Sequence[int | None]) -> None:
-        """Let schedules within an epoch use the steps of the rank with most batches, so that rates are equal."""
-        known = [count for count in steps if count is not None]
-        for callback in self._callbacks:
-            if isinstance(callback, LearningRateScheduleCallback) and not callback.steps_per_epoch and known:
-                callback.steps_per_epoch = max(known)
+            if training.joins and known and isinstance(callback, LearningRateScheduleCallback):
+                # So that all ranks have equal rates: the steps per epoch of the rank with the most batches.
+                callback.steps_per_epoch = callback.steps_per_epoch or max(known)
+        for broadcast in self._broadcasts:
+            broadcast.first_steps = training.first_steps
 
     def _begin(self) -> Begin:
         """Return the state of this rank."""
@@ -302,12 +298,16 @@ class FitChecks(Callback):
             return Begin(None, params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
                          total=hashlib.blake2b(total, digest_size=8).digest())
+        adapted: tuple[Adapted, ...] = ()
+        if self._is_checked:
+            layers = IdentitySet(all_layers(self.model))
+            adapted = adapted_in(layers, bool(self._broadcasts)) \
+                + adapted_in([each for each in self._layers if each not in layers], False)
         return Begin(
             params.get("steps"), params.get("epochs"), len(weights_of(self.model)),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
-            training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
-            entries, settings=training.settings)
+            training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
@@ -336,99 +336,21 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit. If all ranks have steps, the first checks.
-        """
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit. Otherwise the first step checks it."""
         if self._is_checked and self._training.joins:
-            self._require_together(Progress(epoch))  # Also in the first: initial_epoch may differ.
+            self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when the ranks train different weights, or with different rates."""
-        if self._is_checked and (self._weights_to_compare or self._compares_rates):
-            self._compare(batch)
+        """Raises MismatchError on every rank, if weights or rates differ before two steps.
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._batches = batch + 1
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on."""
-        self._epochs = epoch + 1
-        if self._is_checked:
-            self._check_end()
-
-    def _check_end(self) -> None:
-        """Raise an error if the ranks end this epoch differently, or with different weights."""
-        is_within = self._batches < ((self.params or {}).get("steps") or 0)
-        if self._names_steps:
-            self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
-        elif self.model.stop_training and is_within and not self._training.joins \
-                and not self._training.is_under_strategy:  # The others go on without a rank that joins.
-            self._require_ended(f"stopped within epoch {self._epochs}")
-        for first_steps in self._training.first_steps:
-            first_steps.conclude()  # Its error says more about weights that were never equal.
-        self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
-
-    def on_train_end(self, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
-        if self._is_checked and not self._training.is_under_strategy:
-            self._require_together(Progress(self._epochs or 0, True, self._cause()))
-
-    def require_equal_weights(self, place: str) -> None:
-        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
-
-        Args:
-            place: The time of the comparison, for messages, such as "fit: at the end of epoch 3".
-
-        Raises:
-            MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
+        A broadcast may follow the first step.
         """
-        training = self._training
-        own = IdentitySet(v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback)
-                          for v in c.local)
-        rates = rates_of(training.parts) if training.is_under_strategy else ()
-
-        def compare_rates() -> None:
-            require_equal_rates(array_ops.allgather_object(rates, f"{self._name}/rates", self._process_set),
-                                      place)
-
-        suspects = " ".join(filter(None, (self._suspects, training.undistributed)))
-        require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
-                              self._process_set, suspects, training.causes, runtime.current().settings.check_action,
-                              (repr(rates).encode(), compare_rates))
-
-    def _adapted(self) -> tuple[Adapted, ...]:
-        """Return the state of the layers that learn by adapt()."""
-        layers = IdentitySet(all_layers(self.model))
-        is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
-        return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
-
-    def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
-        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange."""
-        states: list[Any]
-        states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
-        if len(set(map(type, states))) > 1:
-            raise MismatchError(f"fit{self._numbering()}: {problem_between_epochs(states)}")
-        return states, of_ranks
-
-    def _numbering(self) -> str:
-        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
-        return "" if self._process_set.process_set_id == 0 else \
-            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
-
-    def _require_together(self, state: Progress | Step) -> list[Any]:
-        """Return the states of all ranks, like _exchange. Raises MismatchError if the ranks' places in fit differ."""
-        states, _ = self._exchange(state)
-        problem = problem_between_epochs(states)
-        if problem:
-            raise MismatchError(f"fit{self._numbering()}: {problem}")
-        return states
-
-    def _compare(self, batch: int) -> None:
-        """Raise MismatchError if weights or rates differ before two steps; a broadcast may follow the first step."""
+        if not self._is_checked or not (self._weights_to_compare or self._compares_rates):
+            return
         variables = self._trained() if self._weights_to_compare and self._training.is_synchronised else []
-        states: list[Step] = self._require_together(
-            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
-                 rates_of(self._training.parts), setters(self._callbacks)))
+        states, _ = self._exchange(Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
+                                        rates_of(self._training.parts), setters(self._callbacks)))
         problems = {}
         if self._weights_to_compare:
             self._weights_to_compare -= 1
@@ -448,6 +370,66 @@ class FitChecks(Callback):
         self._differed, self._compares_rates = set(problems), bool(rates)
         # This sentence has ranks of the process set, and the sentence on the weights has ranks of the job.
         self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._batches = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, if the ranks have different weights.
+
+        Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on.
+        """
+        self._epochs = epoch + 1
+        if not self._is_checked:
+            return
+        is_within = self._batches < ((self.params or {}).get("steps") or 0)
+        if self._names_steps:
+            self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
+        elif self.model.stop_training and is_within and not self._training.joins \
+                and not self._training.is_under_strategy:  # The others go on without a rank that joins.
+            self._require_ended(f"stopped within epoch {self._epochs}")
+        for first_steps in self._training.first_steps:
+            first_steps.conclude()  # Its error says more about weights that were never equal.
+        self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
+        if self._is_checked and not self._training.is_under_strategy:
+            self._exchange(Progress(self._epochs or 0, True, self._cause()))
+
+    def require_equal_weights(self, place: str) -> None:
+        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
+
+        `place` is the time of the comparison, for messages, such as "fit: at the end of epoch 3".
+
+        Raises:
+            MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
+        """
+        training = self._training
+        own = IdentitySet(variable for broadcast in self._broadcasts for variable in broadcast.local)
+        rates = rates_of(training.parts) if training.is_under_strategy else ()
+        suspects = " ".join(filter(None, (self._suspects, training.undistributed)))
+        require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
+                              self._process_set, suspects, training.causes, runtime.current().settings.check_action,
+                              (repr(rates).encode(), lambda: require_equal_rates(array_ops.allgather_object(
+                                  rates, f"{self._name}/rates", self._process_set), place)))
+
+    def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
+        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange.
+
+        Raises MismatchError if the ranks' places in fit differ. (problem_at_begin compares the places in a Begin.)
+        """
+        states: list[Any]
+        states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
+        are_begins = all(isinstance(each, Begin) for each in states)
+        if not are_begins and (problem := problem_between_epochs(states)):
+            raise MismatchError(f"fit{self._numbering()}: {problem}")
+        return states, of_ranks
+
+    def _numbering(self) -> str:
+        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
+        return "" if self._process_set.process_set_id == 0 else \
+            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
     def _require_ended(self, progress: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Ranks that go on wait for gradients.
@@ -478,12 +460,8 @@ class ChecksWithinEpochs(Callback):
 
     So weights that drift apart are found within an epoch, and after ten batches if they drift from the beginning. fit
     adds this callback. With steps_per_execution `check` is called before the next execution. It is not called after a
-    batch, because Keras may call callbacks in another thread then, while the next step runs.
-
-    Args:
-        check: A function of the place for messages, such as "fit: before batch 1001 of epoch 3".
-        every: The number of batches.
-        training: If its ranks train local weights, `check` waits for a batch before which all ranks have the same.
+    batch, because Keras may call callbacks in another thread then, while the next step runs. If the ranks of `training`
+    train local weights, `check` waits for a batch before which all ranks have the same.
     """
 
     def __init__(self, check: Callable[[str], None], every: int, training: Training):
