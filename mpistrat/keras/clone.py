@@ -45,7 +45,6 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
 
     Args:
-        optimizer: The original.
         cls: The class of the copy, a subclass of the original's class; None: the original class, not distributed.
         changes: Values that replace those of the configuration.
         copies: The copies that have been made so far, by the id of the original.
@@ -54,8 +53,10 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     cls, copies = cls or original, {} if copies is None else copies
     if id(optimizer) in copies:
         return copies[id(optimizer)]
-    given = {name: value for name, attribute in _OBJECTS.items()
-             if callable(value := _value_of(optimizer, name, attribute)) or is_optimizer(value)}
+    hyper = vars(optimizer).get("_hyper", {})  # The numbers of a `legacy` optimizer of Keras 2
+    values = {name: hyper[name] if name in hyper else getattr(optimizer, attribute, None)
+              for name, attribute in _OBJECTS.items()}
+    given = {name: value for name, value in values.items() if callable(value) or is_optimizer(value)}
     config = _config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
     if again_of(config) is not None:
@@ -77,12 +78,6 @@ def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, ob
     if "name" in changes:
         vars(new)["_name" if "_name" in vars(new) else "name"] = changes["name"]
     return new
-
-
-def _value_of(optimizer: Optimizer, argument: str, attribute: str) -> object:
-    """Return the value of a constructor argument. A `legacy` optimizer of Keras 2 has numbers in `_hyper`."""
-    hyper = vars(optimizer).get("_hyper", {})
-    return hyper[argument] if argument in hyper else getattr(optimizer, attribute, None)
 
 
 def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
@@ -195,12 +190,14 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
 
 
 def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
-    """Replace the optimizer of a compiled model by a distributed one."""
+    """Replace the optimizer of a compiled model by a distributed one. Turn XLA off if it cannot compile collectives."""
     model.optimizer = optimizer
     compiled = getattr(model, "_compile_config", None)
     if compiled is not None:  # compile_from_config makes the optimizer of a copy from it.
         compiled.config["optimizer"] = optimizer
-    switch_off(model)
+    if model.jit_compile and (reason := why_not()):
+        _log_once(reason)
+        model.jit_compile = False
 
 
 # -- XLA: if XLA cannot compile collectives here, compile(jit_compile="auto") means False ------------------------------
@@ -224,13 +221,6 @@ def compile(original: Function, self: keras.Model, *args: object, **kwargs: obje
         given.arguments["jit_compile"] = False
         _log_once(why_not())
     return original(*given.args, **given.kwargs)
-
-
-def switch_off(model: keras.Model) -> None:
-    """Turn XLA off for a compiled model that has got a distributed optimizer, if XLA cannot compile collectives."""
-    if model.jit_compile and (reason := why_not()):
-        _log_once(reason)
-        model.jit_compile = False
 
 
 def follow_ranks(model: keras.Model) -> None:

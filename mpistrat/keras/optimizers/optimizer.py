@@ -274,8 +274,13 @@ def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_shard
 
     A built optimizer of Keras 2 shares its variables: it does not keep the weights, so new variables cannot be built.
     """
-    make = sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of
-    return make(optimizer, _distributed_class(type(optimizer), is_sharded), changes)
+    original = original_class(type(optimizer))
+    applying: type = Applying
+    if is_keras2(original):
+        from ..keras2.applying import applying_of  # It imports tf_keras.
+        applying = applying_of(original)
+    cls = class_with((*((Sharded,) if is_sharded else ()), _Distributed, applying), original)
+    return (sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of)(optimizer, cls, changes)
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
@@ -296,8 +301,12 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not is_optimizer(optimizer):
+        is_of_tf1 = issubclass(optimizer if isinstance(optimizer, type) else type(optimizer),
+                               tf.compat.v1.train.Optimizer)
+        advice = (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
+                  "its gradients with mpistrat.tensorflow.DistributedGradientTape.") if is_of_tf1 else ""
         raise InvalidRequestError("DistributedOptimizer takes a Keras optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice. "
@@ -315,21 +324,6 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "gradient_accumulation_steps to the Keras optimizer, not both.")
 
 
-def _advice(optimizer: object) -> str:
-    """Return advice for the end of a message if `optimizer` is one of TensorFlow 1, and "" otherwise."""
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(cls, tf.compat.v1.train.Optimizer):
-        return (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
-                "its gradients with mpistrat.tensorflow.DistributedGradientTape.")
-    return ""
-
-
-def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
-    """The distributed subclass of the class of an optimizer or of a copy."""
-    original = original_class(original)
-    return class_with((*((Sharded,) if is_sharded else ()), _Distributed, _applying(original)), original)
-
-
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
     """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
     if (original, mix_ins) not in _classes:
@@ -337,14 +331,6 @@ def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Opt
         _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
         serialise_as(_classes[original, mix_ins], original)
     return _classes[original, mix_ins]
-
-
-def _applying(original: type[Optimizer]) -> type:
-    """The base of a distributed class that has the methods which reduce gradients."""
-    if not is_keras2(original):
-        return Applying
-    from ..keras2.applying import applying_of  # It imports tf_keras.
-    return applying_of(original)
 
 
 # -- the averaging of gradients in an optimizer of Keras 3. Keras calls these methods. Collective ----------------------

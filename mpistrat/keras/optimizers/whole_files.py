@@ -10,6 +10,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras.callbacks import BackupAndRestore
@@ -21,6 +22,7 @@ from ..bridge.patches import Function, replaces
 from ..bridge.private_names import legacy_h5_format, saving_lib, states_in
 from ..bridge.running_statistics import average_statistics
 from ..bridge.training import StrategyTraining, is_under_strategy
+from ..sharded.sharded_optimizer import whole_state
 
 _ENDINGS = (".keras", ".h5", ".hdf5")
 
@@ -33,9 +35,16 @@ def export(original: Function, model: keras.Model, filepath: object, *args: obje
 @replaces(saving_lib, "save_model", "a process that dies while it saves would destroy the file",
           "_save_model_to_fileobj(")
 @replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
-@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise", 'h5py.File(filepath, mode="w")')
-def save(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
-    return _by_all_ranks(model, filepath, lambda: _save_whole(original, model, filepath, *args, **kwargs))
+@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise, or a file would have a part of the state of a sharded "
+          "optimizer", 'h5py.File(filepath, mode="w")')
+def save(original: Function, model: Any, filepath: object, *args: object, **kwargs: object) -> object:
+    def write() -> object:
+        call = inspect.signature(original).bind(model, filepath, *args, **kwargs)
+        # save_model_to_hdf5, which alone has this argument, reads `variables` of the optimizer.
+        has_state = "include_optimizer" in call.signature.parameters and call.arguments.get("include_optimizer", True)
+        with whole_state(getattr(model, "optimizer", None) if has_state else None, is_read=True):
+            return _save_whole(original, call, filepath)
+    return _by_all_ranks(model, filepath, write)
 
 
 def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
@@ -52,20 +61,20 @@ def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) 
     return None
 
 
-def _save_whole(original: Function, model: object, filepath: object, *args: object, **kwargs: object) -> object:
-    call = inspect.signature(original).bind(model, filepath, *args, **kwargs)
+def _save_whole(original: Function, call: inspect.BoundArguments, filepath: object) -> object:
     # A link stays, and its target gets the model.
     path = os.path.realpath(filepath) if isinstance(filepath, str | os.PathLike) else ""
     directory, name = os.path.split(path)
     is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
     if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
-        return original(model, filepath, *args, **kwargs)
+        return original(*call.args, **call.kwargs)
     # A directory, since programs look for the newest file with this ending. The name is the same in the next job, so
     # that processes that die leave one directory per rank at most.
     own = os.path.join(directory, f".{name}.saving-{launched_rank(os.environ)}")
     os.makedirs(own, exist_ok=True)
     try:
-        result = original(model, os.path.join(own, name), *args, **kwargs)
+        call.arguments["filepath"] = os.path.join(own, name)
+        result = original(*call.args, **call.kwargs)
         os.replace(os.path.join(own, name), path)
     finally:
         shutil.rmtree(own, ignore_errors=True)  # An error here would hide Keras' error.

@@ -19,7 +19,7 @@ from ...tensorflow.elastic import divided_states
 from ...tensorflow.kerases import is_keras2, steps_of
 from ...tensorflow.overwritten import indices_of
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import legacy_h5_format, passes_on, states_in
+from ..bridge.private_names import passes_on, states_in
 from ..clone import original_class
 from .parts import Parts
 from .shard_state import WholeState
@@ -28,11 +28,6 @@ from .shard_state import WholeState
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
 _INSTEAD = 'Use hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
 _NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
-
-
-def is_element_wise(cls: type[Optimizer]) -> bool:
-    """Return whether optimizers of this class may update parts of variables. User-defined classes get whole ones."""
-    return cls in [getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
 
 
 def require_shardable(optimizer: Optimizer, uneven: str) -> None:
@@ -76,7 +71,9 @@ class Sharded:
             if self.gradient_accumulation_steps and indices_of(variables):  # type: ignore[attr-defined]
                 raise InvalidRequestError("a sharded optimizer cannot accumulate gradients if the model has variables "
                                           f"that a gradient overwrites (float8). {_INSTEAD}")
-            is_split = own.owner is None and is_element_wise(original_class(type(self)))
+            # User-defined classes get whole variables.
+            is_split = own.owner is None and original_class(type(self)) in [
+                getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
             own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
             super().build(own.parts.noting)  # type: ignore[misc]
@@ -244,9 +241,3 @@ def save_own_variables(original: Function, self: Optimizer, store: object) -> An
 def load_own_variables(original: Function, self: Optimizer, store: object) -> Any:
     with whole_state(self, is_read=False):
         return original(self, store)
-
-
-@replaces(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", "likewise", "optimizer.variables")
-def save_optimizer_weights(original: Function, group: object, optimizer: Optimizer) -> Any:
-    with whole_state(optimizer, is_read=True):
-        return original(group, optimizer)
