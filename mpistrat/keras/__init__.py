@@ -34,8 +34,16 @@ from ..tensorflow.pin_gpu import init as init  # these three replace those of ap
 from ..tensorflow.sessions.broadcast import broadcast_global_variables
 from . import callbacks, elastic
 from .bridge import patches as _patches
-from .optimizers.ops import allgather, allreduce, broadcast, load_model, reducescatter
-from .optimizers.optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
+from .optimizers.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    ShardedOptimizer,
+    allgather,
+    allreduce,
+    broadcast,
+    load_model,
+    reducescatter,
+)
 
 if _is_keras2_in_use():
     from .keras2 import SyncBatchNormalization

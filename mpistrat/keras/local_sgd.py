@@ -28,8 +28,7 @@ from ..tensorflow.kerases import is_keras2, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from .bridge import patches
 from .bridge.private_names import Logs, distributed_in, non_trainable_variables, parts_of
-from .bridge.running_statistics import average_statistics
-from .bridge.training import Training, compared_in, is_under_strategy, optimizers_of, training_of
+from .bridge.training import Training, average_statistics, compared_in, is_under_strategy, optimizers_of, training_of
 
 LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 

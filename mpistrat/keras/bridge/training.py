@@ -6,7 +6,7 @@ mpistrat adds to fit call this module, in the thread of fit. Local.
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import keras
@@ -14,15 +14,21 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set
+from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
+from ...tensorflow import kerases
 from ...tensorflow.accumulators import accumulators_of
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.bridge.types import Variable
 from ...tensorflow.consistency import FirstSteps
 from ...tensorflow.equal_weights import CAUSES
-from ...tensorflow.gradients import GradientReducer
+from ...tensorflow.gradients import GradientReducer, label_of
+from ...tensorflow.graph.buckets import reduce_list
+from ...tensorflow.graph.reduce_spec import ReduceSpec
 from ...tensorflow.identity_set import IdentitySet
-from ...tensorflow.kerases import accumulated_passes, calls_of, is_keras2, slots_of, steps_of, variables_of
+from ...tensorflow.list_ops import number_of
 from .private_names import (
+    Callback,
+    Logs,
     distributed_in,
     non_trainable_variables,
     optimizers_in,
@@ -147,7 +153,7 @@ class DistributedTraining(Training):
         self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]  # One for each optimizer
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
-        self.accumulates = any(map(accumulated_passes, self._optimizers))
+        self.accumulates = any(map(kerases.accumulated_passes, self._optimizers))
         self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
 
     @property
@@ -177,11 +183,11 @@ class DistributedTraining(Training):
     @property
     def calls(self) -> int:
         """The number of this rank's calls of `apply`. `iterations` is less if gradients are accumulated."""
-        return sum(map(calls_of, self._optimizers))
+        return sum(map(kerases.calls_of, self._optimizers))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        return [variable for optimizer in self._optimizers for variable in variables_of(optimizer)]
+        return [variable for optimizer in self._optimizers for variable in kerases.variables_of(optimizer)]
 
     @property
     def accumulators(self) -> list[keras.Variable]:
@@ -211,7 +217,7 @@ class StrategyTraining(Training):
     def __init__(self, model: keras.Model):
         super().__init__(model)
         self.name, self.process_set = eager("strategy"), global_process_set
-        self.accumulates = any(map(accumulated_passes, self.parts))
+        self.accumulates = any(map(kerases.accumulated_passes, self.parts))
         self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
         self.has_begun = False  # Whether the ranks have exchanged these numbers
         self._extended = model.distribute_strategy.extended
@@ -261,7 +267,7 @@ def training_of(model: keras.Model) -> Training | None:
     model under a strategy, which needs no more than TensorFlow's interface of strategies.
     """
     if is_under_strategy(model):
-        return None if is_keras2(model) else StrategyTraining(model)
+        return None if kerases.is_keras2(model) else StrategyTraining(model)
     wholes = optimizers_of(model)
     compiled = IdentitySet(distributed_in(getattr(model, "optimizer", None)))
     # Then in the order of creation, since the order of attributes may differ by rank.
@@ -299,17 +305,17 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
     """
     optimizers = list(optimizers)
     own = IdentitySet(variable for optimizer in optimizers
-                      for variable in (*accumulators_of(optimizer), steps_of(optimizer)))
-    return [variable for optimizer in optimizers for variable in variables_of(optimizer) if variable not in own]
+                      for variable in (*accumulators_of(optimizer), kerases.steps_of(optimizer)))
+    return [variable for optimizer in optimizers for variable in kerases.variables_of(optimizer) if variable not in own]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
     """Return the variables of an optimizer that belong to local variables, by whose path their names begin."""
     if not reducer.has_local:
         return []
-    if is_keras2(optimizer):
+    if kerases.is_keras2(optimizer):
         return [slot for weight in trained_by(optimizer) if reducer.is_local(weight)
-                for part in parts_of(optimizer) for slot in slots_of(part, weight)]
+                for part in parts_of(optimizer) for slot in kerases.slots_of(part, weight)]
     prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
                 for part in parts_of(optimizer) for v in trained_by(part)}
     slots = []
@@ -318,3 +324,128 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
         if fitting and prefixes[max(fitting, key=len)]:
             slots.append(slot)
     return slots
+
+
+# -- state that layers update from each rank's own rows, such as the statistics of BatchNormalization ------------------
+#
+# When an epoch ends, and before the model is saved within an epoch, all ranks get the same state. Variables of floats,
+# such as moving averages, get the mean over the ranks. Variables of int32 and int64, which are counters, get the
+# largest value. Variables made with aggregation="sum" get the sum of all ranks' additions; under a strategy assign_add
+# does this at once. Accumulated gradients get their mean. This does not change the update, and a file that one rank
+# writes has the gradients of all ranks.
+
+_AGGREGATED = ("sum", "only_first_replica")
+
+
+def running_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the running statistics of all layers, including frozen layers."""
+    return [v for v in non_trainable_variables(model)
+            if tf.as_dtype(v.dtype).is_floating and kerases.aggregation_of(v) not in _AGGREGATED]
+
+
+def average_statistics(training: Training) -> None:
+    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective.
+
+    Variables that are local to each rank are not changed.
+    """
+    model = training.model
+    # The random state of a layer, which differs by rank, is uint32.
+    counters = [v for v in non_trainable_variables(model)
+                if v.dtype in ("int32", "int64") and kerases.aggregation_of(v) not in _AGGREGATED]
+    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
+                          (Max, [*counters, *training.counters])):
+        shared = training.shared(variables)
+        for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
+            variable.assign(value)
+
+
+def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
+             before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """Return the values of variables, minus the values `before` if given, reduced over the ranks. Collective."""
+    tensors = [training.value_of(v) for v in variables]
+    tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
+    name = f"{training.name}/statistics"
+    return reduce_list(tensors, ReduceSpec(f"{name}/{op.name}", ScaledOp(op), [label_of(v) for v in variables],
+                                           process_set=number_of(training.process_set, name)))
+
+
+@dataclass(frozen=True)
+class SaveSchedule:
+    """The state of a ModelCheckpoint's batch count, which continues across epochs and calls of fit."""
+
+    save_freq: int  # Batches between two saves
+    seen: int = 0  # Batches since the last save
+    last: int | None = None  # The number of the last batch in its epoch; None before the first
+
+    def after(self, batch: int) -> "SaveSchedule":
+        """Return the state after `batch`. For a step of several batches it is the last batch's number, as in Keras."""
+        seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
+        return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the model is saved after the last batch."""
+        return self.last is not None and self.seen == 0
+
+
+_schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
+
+
+def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
+    """Return the schedules of the callbacks that save the model within an epoch."""
+    return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
+                 if kerases.is_of_keras(callback, "ModelCheckpoint", "BackupAndRestore")
+                 and callback.save_freq and callback.save_freq != "epoch")
+
+
+class AverageStatistics(Callback):
+    """Makes the state of layers, except local variables, equal on all ranks when an epoch ends. Collective.
+
+    It also does this before a callback of any rank saves the model within an epoch, and gathers the state of sharded
+    optimizers. fit adds it before the callbacks that save the model. Validation in fit comes before it, with each
+    rank's own statistics.
+    """
+
+    def __init__(self, training: Training, callbacks: Sequence[Callback]):
+        super().__init__()
+        self._training, self._callbacks = training, callbacks
+        # The schedules of all ranks' callbacks that save within an epoch. FitChecks sets them.
+        self.schedules: list[SaveSchedule] = []
+        self._summed: dict[int, tf.Tensor] = {}  # the last value that all ranks had in common, by the variable's id
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        for state in states_in(self._training.parts):
+            state.forget()
+        # Not when training begins: variables may be broadcast then.
+        for variable in self._sums():
+            self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        for callback in self._callbacks:
+            if callback in _schedules:
+                _schedules[callback] = _schedules[callback].after(batch)
+        self.schedules = [schedule.after(batch) for schedule in self.schedules]
+        if any(schedule.saves for schedule in self.schedules):
+            self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._average()
+
+    def _sums(self) -> list[keras.Variable]:
+        """Return the variables that get the sum of all ranks' additions. None under a strategy: assign_add does it."""
+        return [] if self._training.is_under_strategy else [
+            variable for variable in non_trainable_variables(self.model) if kerases.aggregation_of(variable) == "sum"]
+
+    def _average(self) -> None:
+        self._training.synchronise()
+        self._training.consolidate()
+        if not self._training.averages_statistics:
+            return
+        average_statistics(self._training)
+        variables = self._training.shared(self._sums())
+        # A variable that the first step has made was 0 at first.
+        before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
+        for variable, value, increment in zip(variables, before, _reduced(self._training, Sum, variables, before),
+                                              strict=True):
+            variable.assign(value + increment)
+            self._summed[id(variable)] = value + increment

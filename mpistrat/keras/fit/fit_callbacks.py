@@ -33,8 +33,7 @@ from ..bridge.compared import layers_of_inputs
 from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
 from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
-from ..bridge.running_statistics import AverageStatistics
-from ..bridge.training import Training, in_fit, training_of
+from ..bridge.training import AverageStatistics, Training, in_fit, training_of
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..clone import follow_ranks
 from ..elastic import Elastic, run_fit

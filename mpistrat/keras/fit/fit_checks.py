@@ -29,8 +29,7 @@ from ...tensorflow.kerases import KERASES, is_of_keras, package_of
 from ..bridge.compared import Adapted, adapted_in, different_rate, problem_of_adapted, rates_of, require_equal_rates
 from ..bridge.measures import AverageMetrics
 from ..bridge.private_names import Callback, Logs, all_layers, weights_of
-from ..bridge.running_statistics import AverageStatistics, SaveSchedule, schedules_of
-from ..bridge.training import StrategyTraining, Training
+from ..bridge.training import AverageStatistics, SaveSchedule, StrategyTraining, Training, schedules_of
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from ..local_sgd import problem_of_settings
 from .written_once import Entry, assign_roles, entry_of, require_backups

@@ -4,6 +4,8 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
+import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -14,31 +16,25 @@ from keras.optimizers import LossScaleOptimizer, Optimizer
 from ...api.process_sets import ProcessSet, global_process_set, resolved
 from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...core.request import Average, ReduceOp, Sum
+from ...tensorflow import gradients, ops, scatter_ops
 from ...tensorflow.accumulators import is_accumulator
 from ...tensorflow.bridge import names
-from ...tensorflow.bridge.types import OptionalGradient, Variable
+from ...tensorflow.bridge.types import OptionalGradient, Reducible, Tensor, Variable
 from ...tensorflow.compression import Compression, Compressor
-from ...tensorflow.gradients import (
-    GradientGroups,
-    GradientOptions,
-    GradientReducer,
-    Groups,
-    Layer,
-    register_local_layers,
-)
-from ...tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_optimizer, steps_of
+from ...tensorflow.kerases import accumulated_passes, is_built, is_keras2, is_keras2_in_use, is_optimizer, steps_of
 from ...tensorflow.list_ops import as_tensor, with_unique_rows
 from ...tensorflow.overwritten import indices_of
 from ...tensorflow.xla.context import is_compiled
+from .. import clone
 from ..bridge import patches
 from ..bridge.patches import Function, replaces
 from ..bridge.private_names import distributed_in, parts_of, passes_on, serialise_as, trained_by
-from ..clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
 from ..fit import fit_callbacks  # noqa: F401
 from ..sharded.shard_state import Arguments, OptimizerState
 from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
 from . import whole_files  # noqa: F401
 
+logger = logging.getLogger(__name__)
 _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
@@ -54,7 +50,7 @@ class _Distributed:
 
     def get_config(self) -> dict[str, Any]:
         """Return the original class' configuration. In this process `from_config` makes a distributed optimizer."""
-        return marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
+        return clone.marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
@@ -64,19 +60,19 @@ class _Distributed:
             InvalidRequestError: `config` comes from a file or from an optimizer that is not distributed, and does not
                 say how gradients are averaged.
         """
-        if again_of(config) is None:
+        if clone.again_of(config) is None:
             raise InvalidRequestError(
                 "this configuration does not say how gradients are averaged, since it comes from a file or from an "
                 "optimizer that is not distributed. Write "
                 f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
-        return original_class(cls).from_config(config, **arguments)
+        return clone.original_class(cls).from_config(config, **arguments)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Make pickle and copy return a distributed copy."""
         how: Any = super().__reduce_ex__(protocol)
-        return distributed_when_loaded(self, how)
+        return clone.distributed_when_loaded(self, how)
 
-    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
+    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
         """Return a function that applies DistributedOptimizer to a copy, with the arguments of this optimizer.
 
         Args:
@@ -98,7 +94,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                         num_groups: int = 0, groups: Groups = None,
+                         num_groups: int = 0, groups: gradients.Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
                          uneven: str = "error", use_locking: bool = False, check_weights: bool = True,
@@ -164,7 +160,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if shard_state:
         require_shardable(optimizer, uneven)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
-    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    options = gradients.GradientOptions(compression, sparse_as_dense, gradients.GradientGroups(groups, num_groups))
     its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
                     None if process_set is global_process_set else process_set, scale_local_gradients,
                     average_statistics, uneven, check_weights, shard_state, backward_passes_per_step)
@@ -204,8 +200,8 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                                 gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
                                 backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                                groups: Groups = None, process_set: ProcessSet = global_process_set,
-                                local_layers: Layer | Sequence[Layer] | None = None,
+                                groups: gradients.Groups = None, process_set: ProcessSet = global_process_set,
+                                local_layers: gradients.Layer | Sequence[gradients.Layer] | None = None,
                                 scale_local_gradients: bool = True, uneven: str = "error",
                                 average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
     """Return a DistributedOptimizer that averages neither gradients nor running statistics of the local layers.
@@ -227,7 +223,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
         backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
         scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
         check_weights=check_weights)
-    register_local_layers(local_layers, distributed.register_local_var)
+    gradients.register_local_layers(local_layers, distributed.register_local_var)
     return distributed
 
 
@@ -238,8 +234,8 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     `its` must be valid arguments. `passes` multiplies the number of passes that the original accumulates.
     """
     process_set = resolved(its.process_set)
-    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-                              process_set)
+    reducer = gradients.GradientReducer(name, its.options, its.op, its.gradient_predivide_factor,
+                                        its.scale_local_gradients, process_set)
     distributed = _copy_or_share(optimizer, changes, its.shard_state)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
@@ -249,7 +245,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     if is_keras2(optimizer):
         vars(distributed).update(gradient_accumulation_steps=its.passes, _accumulated_gradients=[])
     _take_over(distributed, optimizer, passes)
-    keep_marks(original_class(type(optimizer)))
+    clone.keep_marks(clone.original_class(type(optimizer)))
     patches.apply()
     return distributed
 
@@ -274,13 +270,14 @@ def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_shard
 
     A built optimizer of Keras 2 shares its variables: it does not keep the weights, so new variables cannot be built.
     """
-    original = original_class(type(optimizer))
+    original = clone.original_class(type(optimizer))
     applying: type = Applying
     if is_keras2(original):
         from ..keras2.applying import applying_of  # It imports tf_keras.
         applying = applying_of(original)
     cls = class_with((*((Sharded,) if is_sharded else ()), _Distributed, applying), original)
-    return (sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of)(optimizer, cls, changes)
+    make = clone.sharing if is_keras2(optimizer) and is_built(optimizer) else clone.copy_of
+    return make(optimizer, cls, changes)
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
@@ -428,7 +425,7 @@ class Applying:
 def require_hooks(cls: type) -> None:
     """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
     # The mix-ins of a distributed class define the hooks in any case.
-    missing = [name for name in _HOOKS if not hasattr(original_class(cls), name)]
+    missing = [name for name in _HOOKS if not hasattr(clone.original_class(cls), name)]
     if missing:
         raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
     if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
@@ -497,3 +494,68 @@ def _add(operation: Callable, original: Function, optimizer: Optimizer, variable
 def _adds_atomically(resource: tf.Variable) -> bool:
     """Return whether TensorFlow adds rows to a variable in any order. If so, repeated rows must be summed first."""
     return "GPU" in resource.device and not is_compiled()
+
+
+# -- the collectives with Horovod's signatures for Keras scripts, and load_model: for users ----------------------------
+#
+# Each collective passes its arguments on to the function of mpistrat.tensorflow, which has another argument order.
+
+
+def allreduce(value: Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: ReduceOp | None = None,
+              compression: type[Compressor] = Compression.none) -> Tensor:
+    """Return the reduction of `value` over all ranks, as mpistrat.tensorflow.allreduce does. Collective."""
+    return ops.allreduce(value, average=average, op=op, name=name, prescale_factor=prescale_factor,
+                         postscale_factor=postscale_factor, compression=compression)
+
+
+def allgather(value: Reducible, name: str | None = None) -> tf.Tensor:
+    """Return the values of all ranks, concatenated, as mpistrat.tensorflow.allgather does. Collective."""
+    return ops.allgather(value, name=name)
+
+
+def broadcast(value: Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """Return root_rank's `value` on every rank, as mpistrat.tensorflow.broadcast does. Collective."""
+    return ops.broadcast(value, root_rank, name=name)
+
+
+def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
+    """Return this rank's rows of the reduction, as mpistrat.tensorflow.reducescatter does. Collective."""
+    return scatter_ops.reducescatter(value, op=op, name=name)
+
+
+def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
+               custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
+               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
+               **arguments: Any) -> keras.Model:
+    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
+
+    The model is one of Keras 3, or of Keras 2 where tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1).
+
+    Args:
+        filepath: As for keras.models.load_model.
+        custom_optimizers: User-defined optimizer classes that the file refers to.
+        custom_objects: As for keras.models.load_model.
+        compression: One of Compression.
+        legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
+        average_aggregated_gradients: For an optimizer that accumulates gradients. True: an update takes their mean, as
+            in Keras. False: an update takes their sum, as in a DistributedOptimizer with backward_passes_per_step.
+            None: the mean, with a warning, since the file does not say which.
+        arguments: Further arguments of DistributedOptimizer, such as `uneven` or `process_set`, which no file contains.
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    its_keras = tf.keras if is_keras2_in_use() else keras
+    with its_keras.saving.custom_object_scope(objects):
+        model = its_keras.models.load_model(filepath)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or distributed_in(optimizer):
+            return model
+        clone.replace_optimizer(model, DistributedOptimizer(optimizer, compression=compression, **arguments))
+    steps = accumulated_passes(optimizer)
+    if steps and average_aggregated_gradients is None:
+        logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
+                       "an update takes their mean or their sum. Updates take the mean now. Give load_model "
+                       "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
+    elif steps and not average_aggregated_gradients:
+        model.optimizer._mpistrat.arguments.factor = float(steps)
+    return model

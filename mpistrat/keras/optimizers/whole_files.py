@@ -20,8 +20,7 @@ from ...process.launch_env import launched_rank
 from ...tensorflow import files
 from ..bridge.patches import Function, replaces
 from ..bridge.private_names import legacy_h5_format, saving_lib, states_in
-from ..bridge.running_statistics import average_statistics
-from ..bridge.training import StrategyTraining, is_under_strategy
+from ..bridge.training import StrategyTraining, average_statistics, is_under_strategy
 from ..sharded.sharded_optimizer import whole_state
 
 _ENDINGS = (".keras", ".h5", ".hdf5")

@@ -24,8 +24,7 @@ from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.private_names import BaseTrainer, all_layers, distributed_in, parts_of
 from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...keras.bridge.running_statistics import average_statistics, running_statistics
-from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
+from ...keras.bridge.training import StrategyTraining, average_statistics, in_fit, running_statistics, step_values_of
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
 from ...tensorflow.bridge import names
