@@ -66,7 +66,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank, self.process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
-        self._alone = Alone(self.process_set)
+        self._why = self._advice = ""  # The warning that each rank trains alone, and what to do about it
+        self._executed: int | None = None  # The number of operations before an epoch that must average
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -78,7 +79,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables:
             build(optimizer, self.model.trainable_variables)
         self._broadcast(self._variables())
-        self._alone.begin(self.model, self.has_users_own)
+        self._look_for_averaging()
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -95,10 +96,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if not self._is_first_batch:
-            self._alone.end_epoch()
+            self._require_averaging()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        self._alone.end()
+        before = self._why
+        self._require_averaging()
+        if before:
+            self._warn(before)  # Again, at the end of the output
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """Return the weights and the optimizer's state; after the first batch also the state of other optimizers."""
@@ -112,6 +116,57 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._sent = len(variables)
         if self.process_set.has_others():
             broadcast_state(self.model, variables, self.root_rank, self.process_set)
+
+    def _look_for_averaging(self) -> None:
+        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
+
+        Otherwise, and if a callback may average weights by hand, `_require_averaging` decides after the first epoch.
+        """
+        model = self.model
+        self._why, self._advice, self._executed = "", "", None
+        if not self.process_set.has_others() or training_of(model) is not None or model in in_fit:
+            return
+        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and model.optimizer is not None \
+            and all(package_of(type(part)) in KERASES for part in parts_of(model.optimizer))
+        if is_known:
+            name = type(model.optimizer).__name__
+            self._advice = (
+                f"the optimizer of compile() is {name}, which does not average gradients. Write "
+                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
+                "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
+            if not self.has_users_own:
+                self._warn(self._advice)
+                return
+        self._executed = _executed()
+
+    def _require_averaging(self) -> None:
+        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
+        if self._executed is not None and self._executed == _executed():
+            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
+                       "the tape of a train_step in hvd.DistributedGradientTape.")
+        self._executed = None
+
+    def _warn(self, why: str) -> None:
+        self._why = why
+        if self.process_set.rank() == 0:
+            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
+                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
+
+
+_uncounted = 0
+
+
+def uncounted(communicate: Callable[[], None]) -> None:
+    """Call a function whose operations average neither gradients nor weights."""
+    global _uncounted
+    before = _executed()
+    communicate()
+    _uncounted += _executed() - before
+
+
+def _executed() -> int:
+    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
+    return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted
 
 
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
@@ -345,75 +400,3 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
     def _writes(self) -> bool:
         """Return whether this rank calls Keras' writing: rank 0 does, and with MPIStrategy all ranks do."""
         return is_under_strategy(self.model) or not runtime.is_initialized() or runtime.current().topology.rank == 0
-
-
-# -- a warning if each rank trains alone -------------------------------------------------------------------------------
-
-_uncounted = 0
-
-
-class Alone:
-    """Warns if each rank trains a model alone, although the script means the ranks to train one model together. Local.
-
-    BroadcastGlobalVariablesCallback calls it in the thread of fit.
-    """
-
-    def __init__(self, process_set: ProcessSet):
-        self._process_set = process_set
-        self._why = ""
-        self._executed: int | None = None
-
-    def begin(self, model: keras.Model, may_average: bool) -> None:
-        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
-
-        Otherwise, and if a callback may average weights by hand, `end_epoch` decides after the first epoch.
-        """
-        self._why, self._advice, self._executed = "", "", None
-        if not self._process_set.has_others() or training_of(model) is not None or model in in_fit:
-            return
-        optimizer = model.optimizer
-        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and optimizer is not None \
-            and all(package_of(type(part)) in KERASES for part in parts_of(optimizer))
-        if is_known:
-            name = type(optimizer).__name__
-            self._advice = (
-                f"the optimizer of compile() is {name}, which does not average gradients. Write "
-                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
-                "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
-            if not may_average:
-                self._warn(self._advice)
-                return
-        self._executed = _executed()
-
-    def end_epoch(self) -> None:
-        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
-        if self._executed is not None and self._executed == _executed():
-            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
-                       "the tape of a train_step in hvd.DistributedGradientTape.")
-        self._executed = None
-
-    def end(self) -> None:
-        """Repeat the warning at the end of the output."""
-        before = self._why
-        self.end_epoch()
-        if before:
-            self._warn(before)
-
-    def _warn(self, why: str) -> None:
-        self._why = why
-        if self._process_set.rank() == 0:
-            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
-                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
-
-
-def uncounted(communicate: Callable[[], None]) -> None:
-    """Call a function whose operations average neither gradients nor weights."""
-    global _uncounted
-    before = _executed()
-    communicate()
-    _uncounted += _executed() - before
-
-
-def _executed() -> int:
-    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
-    return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted

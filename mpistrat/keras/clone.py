@@ -43,11 +43,8 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     """Return a new optimizer with the configuration of `optimizer`, which is not changed.
 
     A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
-
-    Args:
-        cls: The class of the copy, a subclass of the original's class; None: the original class, not distributed.
-        changes: Values that replace those of the configuration.
-        copies: The copies that have been made so far, by the id of the original.
+    `cls` is a subclass of the original's class; None: the original class, not distributed. `changes` replace values of
+    the configuration. `copies` are those made so far, by the id of the original.
     """
     original = original_class(type(optimizer))
     cls, copies = cls or original, {} if copies is None else copies

@@ -217,20 +217,13 @@ class Elastic(Callback):
 
 
 class FitState(TensorFlowKerasState):
-    """The progress of a call of fit.
+    """The progress of a call of fit: `fit` is the number of the call in the script, and `epoch` the current epoch."""
 
-    Attributes:
-        fit: The number of the call of fit in the script.
-        epoch, batch: The epoch, and the number of its finished batches.
-        size: The number of ranks among which the rows were divided.
-        steps: The number of batches per epoch, on the rank with the most; None if Keras did not know it.
-        past: The finished epochs, and their logs.
-        done_in: The number of a later fit, if the newest commit belongs to it; else 0.
-    """
-
-    batch: int
-    size: int
-    steps: int | None
+    batch: int  # The number of finished batches of the epoch
+    size: int  # The number of ranks among which the rows were divided
+    steps: int | None  # The number of batches per epoch, on the rank with the most; None if Keras did not know it
+    past: list[tuple[int, dict[str, Any]]]  # The finished epochs, and their logs
+    done_in: int  # The number of a later fit, if the newest commit belongs to it; else 0
 
     def __init__(self, model: keras.Model, fit: int, epoch: int, averaging: Averaging | None = None):
         # If this process survives a loss of ranks, it keeps its current rows.
@@ -271,23 +264,19 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
             return keras.callbacks.History()
         callback.state = state
         try:
-            return _with_past(state.past, fit(state.epoch))
+            history = fit(state.epoch)
         finally:
             callback.train_again()
+        for epoch, logs in reversed([each for each in state.past if each[0] not in history.epoch]):
+            history.epoch.insert(0, epoch)  # An epoch of an earlier generation
+            for name, value in logs.items():
+                history.history.setdefault(name, []).insert(0, value)
+        return history
 
     try:
         return keep_going(state, train)
     finally:
         callback.state = None
-
-
-def _with_past(past: list[tuple[int, dict[str, float]]], history: keras.callbacks.History) -> keras.callbacks.History:
-    """Add the epochs of earlier generations to a History, and return it."""
-    for epoch, logs in reversed([each for each in past if each[0] not in history.epoch]):
-        history.epoch.insert(0, epoch)
-        for name, value in logs.items():
-            history.history.setdefault(name, []).insert(0, value)
-    return history
 
 
 def _size() -> int:

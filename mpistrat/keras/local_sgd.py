@@ -40,10 +40,8 @@ Scope = ProcessSet | Literal["hosts"] | None
 def process_set_of(scope: Scope) -> ProcessSet | None:
     """Return the process set in which this rank averages gradients, or None. Collective for "hosts".
 
-    The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks.
-
-    Raises:
-        InvalidRequestError: `scope` is not a Scope, or is a set that is not registered or does not include this rank.
+    The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks. Raises
+    InvalidRequestError if `scope` is not a Scope, or is a set that is not registered or does not include this rank.
     """
     if isinstance(scope, ProcessSet):
         scope.group("scope")
@@ -66,11 +64,9 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
 class LocalTraining(Training):
     """The training of a model by ranks whose weights differ between two synchronisations. All ranks take part.
 
-    `optimizers` are those of a user-defined loop, where a tape may average; empty: the model's optimizers.
-
-    Raises:
-        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among
-            other ranks than the ranks of the scope.
+    `optimizers` are those of a user-defined loop, where a tape may average; empty: the model's optimizers. Raises
+    InvalidRequestError if the model is one of Keras 2, or of a strategy, or its optimizers average gradients among
+    other ranks than the ranks of the scope.
     """
 
     causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "

@@ -34,8 +34,21 @@ def number(value: object) -> float:
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
     """Return the optimizers' rates with labels. User-defined functions are left out: a call may have side effects."""
-    return tuple((f"{name} of {type(optimizer).__name__}", value)
-                 for optimizer in optimizers for name, value in _rates_of_one(optimizer).items())
+    rates: list[tuple[str, float]] = []
+    for optimizer in optimizers:
+        hyper = vars(optimizer).get("_hyper", {})  # of a `legacy` optimizer of Keras 2
+        found = {name: number(value) for name, value in hyper.items() if not callable(value)}
+        rate = learning_rate_of(optimizer) if not passes_on(optimizer) else None
+        if rate is not None:
+            found["learning_rate"] = number(rate)
+        arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
+                     for name in inspect.signature(vars(cls)["__init__"]).parameters}
+        found |= {name: float(value) for name in sorted(arguments)
+                  if isinstance(value := vars(optimizer).get(name), int | float)}
+        if (scale := getattr(optimizer, "dynamic_scale", None)) is not None:
+            found["dynamic_scale"] = number(scale)
+        rates += [(f"{name} of {type(optimizer).__name__}", value) for name, value in found.items()]
+    return tuple(rates)
 
 
 def are_equal(a: float, b: float) -> bool:
@@ -59,22 +72,6 @@ def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: 
     if different:
         raise MismatchError(f"{place} {different} Set the same value on all ranks, and give all ranks the same "
                             "callbacks.")
-
-
-def _rates_of_one(optimizer: Optimizer) -> dict[str, float]:
-    hyper = {name: value for name, value in vars(optimizer).get("_hyper", {}).items() if not callable(value)}
-    found = {name: number(value) for name, value in hyper.items()}  # of a `legacy` optimizer of Keras 2
-    rate = learning_rate_of(optimizer) if not passes_on(optimizer) else None
-    if rate is not None:
-        found["learning_rate"] = number(rate)
-    arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
-                 for name in inspect.signature(vars(cls)["__init__"]).parameters}
-    for name in sorted(arguments):
-        value = vars(optimizer).get(name)
-        if isinstance(value, int | float):
-            found[name] = float(value)
-    scale = getattr(optimizer, "dynamic_scale", None)
-    return found if scale is None else found | {"dynamic_scale": number(scale)}
 
 
 # -- layers that learn from data by adapt(): vocabularies, boundaries, means and variances -----------------------------
@@ -117,9 +114,9 @@ _COPY = {
 
 
 def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool]:
-    """Return a message on the first layer that has learned different states, and whether training may go on.
+    """Return a message on the first layer whose state differs, or "", and whether training may go on.
 
-    Return ("", True) if all layers are equal, or the ranks have different numbers of such layers.
+    Ranks with different numbers of such layers are not compared.
     """
     warning = ""
     if len(set(map(len, of_ranks))) > 1:

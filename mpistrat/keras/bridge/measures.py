@@ -191,10 +191,8 @@ def _number(value: object) -> np.ndarray | None:
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the mean of each metric over the ranks, weighted by rows of training; `val_...` by those of validation.
 
-    `rows` has each rank's two numbers; UNKNOWN if the rank had batches without rows. `values` are arrays by rank.
-
-    Raises:
-        ValueError: The number of rows that a metric needs is unknown on a rank, or 0 on all ranks.
+    `rows` has each rank's two numbers, and `values` an array by rank for each name. Raises ValueError if the number of
+    rows that a metric needs is UNKNOWN on a rank, or 0 on all ranks.
     """
     means = []
     for name, of_ranks in zip(names, values, strict=True):

@@ -136,10 +136,8 @@ class Training:
 class DistributedTraining(Training):
     """Training with distributed optimizers of one process set.
 
-    Args:
-        optimizers: One or more. The first, which is the same on all ranks, gives the name and the process set. fit
-            neither checks optimizers of other process sets, nor averages statistics for them.
-        wholes: The optimizers of the model that are, or contain, the `optimizers`.
+    The first of `optimizers`, which is the same on all ranks, gives the name and the process set. fit neither checks
+    optimizers of other process sets, nor averages statistics for them. `wholes` are, or contain, the `optimizers`.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -344,10 +342,7 @@ def running_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def average_statistics(training: Training) -> None:
-    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective.
-
-    Variables that are local to each rank are not changed.
-    """
+    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective."""
     model = training.model
     # The random state of a layer, which differs by rank, is uint32.
     counters = [v for v in non_trainable_variables(model)

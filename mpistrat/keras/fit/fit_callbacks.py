@@ -119,12 +119,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Check that fit averages weights on no rank, since this rank's fit does not. Collective.
+    """Raise MismatchError on every rank if some ranks average weights, since this rank's fit does not. Collective.
 
     A rank that trains alone, or with the ranks of its host, can meet all others only if all ranks have a broadcast.
-
-    Raises:
-        MismatchError: On every rank, if some ranks average weights.
     """
     is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
                      and callback.process_set.process_set_id == 0 for callback in callbacks)
@@ -222,10 +219,10 @@ class TimedSteps(Callback):
 class JoinEpochs(Callback):
     """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
 
-    Until all ranks have joined, gradients are averaged over the ranks that still have batches.
-    The rank with the most batches has made all updates, so its trainable weights and optimizer state, except local
-    variables, are broadcast to all ranks: before the validation of the epoch, and before callbacks read or save the
-    model. (This rank need not be the last to join: with accumulated gradients some batches do not communicate.)
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
+    batches has made all updates, so its trainable weights and optimizer state, except local variables, are broadcast to
+    all ranks: before the validation of the epoch, and before callbacks read or save the model. (This rank need not be
+    the last to join: with accumulated gradients some batches do not communicate.)
     """
 
     def __init__(self, training: Training):

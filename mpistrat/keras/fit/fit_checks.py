@@ -227,13 +227,9 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
-    Args:
-        callbacks: The callbacks of fit on this rank.
-        wrapped: The callbacks that replace `callbacks` in fit.
-        rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
-        statistics: Gets the schedules of all ranks' callbacks that save the model within an epoch.
-        averages: Gets the names of all ranks' callbacks that read metrics.
-        layers: The layers that the pipelines of the input call.
+    `wrapped` replace `callbacks` in fit. `rows` is a digest of some rows of the arrays that fit got; 0 for other
+    inputs. `statistics` gets the schedules of all ranks' callbacks that save the model within an epoch, and `averages`
+    the names of their callbacks that read metrics. The pipelines of the input call `layers`.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
@@ -399,10 +395,8 @@ class FitChecks(Callback):
     def require_equal_weights(self, place: str) -> None:
         """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
 
-        `place` is the time of the comparison, for messages, such as "fit: at the end of epoch 3".
-
-        Raises:
-            MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
+        Raises MismatchError on every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort. `place` is the time,
+        for messages, such as "fit: at the end of epoch 3".
         """
         training = self._training
         own = IdentitySet(variable for broadcast in self._broadcasts for variable in broadcast.local)

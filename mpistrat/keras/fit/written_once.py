@@ -59,8 +59,7 @@ class Role:
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
     """Return the role of `rank` for `entry`, given each rank's callbacks in their order, and each rank's host.
 
-    Raises:
-        MismatchError: All ranks have a BackupAndRestore with one directory, but different orders of callbacks.
+    Raises MismatchError if all ranks have a BackupAndRestore with one directory, but different orders of callbacks.
     """
     # Callbacks that some ranks have more often than others do not communicate.
     common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}

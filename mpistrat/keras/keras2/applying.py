@@ -25,11 +25,7 @@ Pairs = list[tuple[OptionalGradient, tf.Variable]]
 
 
 def applying_of(original: type) -> type:
-    """Return the mix-in for the distributed class of a class of optimizers.
-
-    Raises:
-        InvalidRequestError: The class has none of Keras' methods that aggregate gradients.
-    """
+    """Return the mix-in for a class of optimizers. Raises InvalidRequestError if it has no method that aggregates."""
     if passes_on(original):
         return ApplyingScaled
     if hasattr(original, "aggregate_gradients"):

@@ -35,7 +35,6 @@ from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
 from . import whole_files  # noqa: F401
 
 logger = logging.getLogger(__name__)
-_classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
@@ -56,9 +55,7 @@ class _Distributed:
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
         """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
 
-        Raises:
-            InvalidRequestError: `config` comes from a file or from an optimizer that is not distributed, and does not
-                say how gradients are averaged.
+        Raises InvalidRequestError if `config` comes from a file or from an optimizer that is not distributed.
         """
         if clone.again_of(config) is None:
             raise InvalidRequestError(
@@ -75,9 +72,8 @@ class _Distributed:
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
         """Return a function that applies DistributedOptimizer to a copy, with the arguments of this optimizer.
 
-        Args:
-            is_in_process: The copy stays in this process; pickle cannot copy a process set.
-            is_whole: False if the copy is one of several optimizers in another optimizer (MultiOptimizer).
+        `is_in_process`: The copy stays in this process; pickle cannot copy a process set. `is_whole` is False if the
+        copy is one of several optimizers in another optimizer (MultiOptimizer).
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -321,13 +317,13 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "gradient_accumulation_steps to the Keras optimizer, not both.")
 
 
+@functools.cache
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
     """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
-    if (original, mix_ins) not in _classes:
-        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-        _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
-        serialise_as(_classes[original, mix_ins], original)
-    return _classes[original, mix_ins]
+    body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
+    cls = type(original.__name__, (*mix_ins, original), body)
+    serialise_as(cls, original)
+    return cls
 
 
 # -- the averaging of gradients in an optimizer of Keras 3. Keras calls these methods. Collective ----------------------

@@ -22,11 +22,10 @@ import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
 from ...core.fusion import buckets_from_last
-from ...core.request import Request, reducescatter_request, specs_of
+from ...core.request import reducescatter_request, specs_of
 from ...core.rows import rows_of_ranks
 from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...tensorflow.async_op import call_site
-from ...tensorflow.async_op.submission import Submitted
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.program_order import HOST
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
@@ -123,8 +122,6 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequ
     """Divide variables among `size` ranks, from the last variable to the first.
 
     Args:
-        tensors: All variables.
-        size: The number of ranks.
         is_split: True: each rank gets an equal part of each large variable, and of the small variables together. False:
             variables stay whole. Each, from the largest on, goes to the rank that has the fewest bytes so far.
         indices: The indices of the variables to divide, in rising order; None: all.
@@ -195,16 +192,10 @@ class _Noting(list):
 class Parts:
     """This rank's parts. Not thread-safe, like the optimizer.
 
-    Args:
+    Attributes:
         variables: The variables that the optimizer trains, the same on all ranks.
         reducer: The reducer of the gradients, with a process set of several ranks.
-        is_split: Whether a variable may be divided.
-        owner: The rank that has all parts; None: the parts are divided among the ranks.
-
-    Attributes:
-        variables, reducer: The arguments.
         topology, number: The ranks, and the id of their process set.
-        plan: The division.
         of_index: This rank's part of each variable, by its index in the list.
         shards: For each variable the one that this rank updates: a variable with its part; the variable itself, if this
             rank has the whole or gradients overwrite it (on all ranks); or a variable without elements.
@@ -256,11 +247,7 @@ class Parts:
             self.slots[id(slot)] = index
 
     def index_of(self, variable: Variable) -> int:
-        """Return the index of a variable that the optimizer trains.
-
-        Raises:
-            InvalidRequestError: The optimizer was not built for this variable.
-        """
+        """Return the index of a variable. Raises InvalidRequestError if the optimizer was not built for it."""
         index = self._indices.get(id(variable))
         if index is None:
             raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
@@ -365,7 +352,8 @@ class Parts:
             shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
             is_last = index == order[-1]
-            make = partial(self._request, name, spec)
+            make = partial(lambda name, scaled, arrays: reducescatter_request(
+                name, specs_of(arrays), scaled, process_set=self.number), name, spec.scaled)
             more = [tf.fill([self.topology.size], value) for value in exact] if is_last else []
             sent = cpu.run(name, make, [*compressed.tensors, *more], [*shapes, *(tf.TensorShape([1]) for _ in more)],
                            self.number, cpu.Wait.ALWAYS if is_small and is_last else cpu.Wait.NEVER, spec.observer,
@@ -378,9 +366,6 @@ class Parts:
                 for i, part, value in zip(block.members, parts, flat, strict=True):
                     own.setdefault(i, tf.reshape(value, part.shape))
         return [*(own[i] for i in gradients), *map(tf.squeeze, totals)]
-
-    def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
-        return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
 
     def _own(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a reduced gradient."""

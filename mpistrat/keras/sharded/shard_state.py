@@ -32,9 +32,7 @@ _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkp
 class WholeState:
     """The whole state of an optimizer, on ranks that have it. Not thread-safe, like the optimizer.
 
-    Args:
-        parts: This rank's parts.
-        steps: The variable in which the optimizer counts steps.
+    `steps` is the variable in which the optimizer counts steps.
     """
 
     variables: Sequence[keras.Variable] = ()  # All variables of the optimizer on this rank, once it is built
@@ -52,11 +50,7 @@ class WholeState:
 
     @contextmanager
     def showing(self, is_read: bool) -> Iterator[None]:
-        """A context in which `shown` returns the whole state. This rank takes its parts of assigned values. Local.
-
-        Raises:
-            InvalidRequestError: `is_read`, and this rank does not have the whole state.
-        """
+        """A context in which `shown` returns the whole state; see whole_state of sharded_optimizer.py. Local."""
         whole = self._read() if is_read else self._now()
         shown = self._shown = [Shown(v, None if whole is None else whole[i], self) if id(v) in self._parts.slots else v
                                for i, v in enumerate(self.variables)]
@@ -176,12 +170,7 @@ class WholeState:
 
 
 class Shown:
-    """Replaces a variable of a sharded optimizer, with the whole value instead of this rank's part.
-
-    Attributes:
-        path, name: The path and the name of the variable.
-        value: The whole value; None until it is assigned.
-    """
+    """Replaces a variable of a sharded optimizer. `value` is the whole value; None until it is assigned."""
 
     def __init__(self, variable: keras.Variable, value: np.ndarray | None, state: WholeState):
         self.path, self.name, self.value = variable.path, variable.name, value

@@ -219,10 +219,8 @@ def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
 def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
     """A context in which `variables` of an optimizer and of its inner optimizers has the whole state. Local.
 
-    This rank takes its parts of values that are assigned in the context.
-
-    Raises:
-        InvalidRequestError: `is_read`, and this rank does not have the whole state, see consolidate_state.
+    This rank takes its parts of values that are assigned in the context. Raises InvalidRequestError if `is_read`, and
+    this rank does not have the whole state, see consolidate_state.
     """
     with ExitStack() as stack:
         for state in states_in([optimizer]):
