@@ -1,15 +1,13 @@
 """Copies of optimizers, and the compilation of models that have a distributed one. Called by optimizer.py; local.
 
 `copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration has plain values
-only, from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are
-passed on unchanged, and this module copies inner optimizers.
+only, from which Keras makes objects if it knows their classes. So `copy_of` passes on learning rates that are schedules
+or functions, and copies inner optimizers itself.
 
-Keras itself copies by configurations and files. They name the original class, so that they load without mpistrat. A
-copy that Keras makes in this process is distributed again:
-
-- The name in a configuration is marked. An optimizer made from the configuration (`from_config`, `deserialize`,
-  `compile_from_config`) is distributed with the function in the mark.
-- pickle and copy get a function that distributes the loaded optimizer, or the optimizer of the loaded model.
+Keras copies by configurations and files, which name the original class, so that they load without mpistrat. A copy that
+Keras makes in this process is distributed again. The name in a configuration is marked with a function: it distributes
+the optimizer made from the configuration (`from_config`, `deserialize`, `compile_from_config`). pickle and copy get a
+function that distributes the loaded optimizer, or the optimizer of the loaded model.
 """
 
 import functools

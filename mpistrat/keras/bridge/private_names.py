@@ -12,16 +12,12 @@ import keras
 from keras.optimizers import Optimizer
 from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 from keras.src.backend.tensorflow import trainer
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
+from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
+from keras.src.saving import saving_lib as saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_keras2, is_optimizer
-
-__all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "distributed_in",
-           "legacy_h5_format", "non_trainable_variables", "optimizers_in", "parts_of", "passes_on", "saving_lib",
-           "serialise_as", "states_in", "trained_by", "trainer", "weights_of"]
 
 # The base classes of keras.Model: the class of all backends, and TensorFlow's class. Keras 3.16 has other names.
 BaseTrainer = getattr(trainer.base_trainer, "BaseTrainer", None) or trainer.base_trainer.Trainer

@@ -93,16 +93,6 @@ class Training:
         return []
 
     @property
-    def calls(self) -> int:
-        """The number of steps of this rank. Only for trainings that may join."""
-        raise NotImplementedError
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
-        raise NotImplementedError
-
-    @property
     def is_synchronised(self) -> bool:
         """Whether the ranks have the same weights now."""
         return True
@@ -185,6 +175,7 @@ class DistributedTraining(Training):
 
     @property
     def variables(self) -> list[keras.Variable]:
+        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
         return [variable for optimizer in self._optimizers for variable in kerases.variables_of(optimizer)]
 
     @property
@@ -220,11 +211,6 @@ class StrategyTraining(Training):
         self.has_begun = False  # Whether the ranks have exchanged these numbers
         self._extended = model.distribute_strategy.extended
         self.shards_state = self._extended.slots.are_sharded
-
-    def begin(self, usual_rows: int, reads_logs: bool) -> None:
-        """Store the values that the ranks have agreed on: the rows of a full batch, and whether a rank reads logs."""
-        self.has_begun, values = True, step_values_of(self.model)
-        values.train_rows, values.reads_logs = max(1, usual_rows), reads_logs
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]

@@ -9,8 +9,7 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -33,11 +32,11 @@ from ..bridge.compared import layers_of_inputs
 from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
 from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
-from ..bridge.training import AverageStatistics, Training, in_fit, training_of
+from ..bridge.training import AverageStatistics, DistributedTraining, Training, in_fit, training_of
 from ..callbacks import BroadcastGlobalVariablesCallback
 from ..clone import follow_ranks
 from ..elastic import Elastic, run_fit
-from ..local_sgd import LOCAL_SGD, PeriodicAveraging
+from ..local_sgd import LOCAL_SGD, LocalTraining, PeriodicAveraging
 from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_at_begin
 from .written_once import written_once
 
@@ -75,7 +74,7 @@ def _say_that_nothing_commits(remedy: str) -> None:
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
-    given = call.arguments.get("callbacks")
+    given: Any = call.arguments.get("callbacks")
     users, timer = users_callbacks(given), step_timer.current()
     has_own = any(map(is_users, users))
     for callback in users:
@@ -102,14 +101,23 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         users = wrapped
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
-    before = in_fit.get(model)
+    before, is_list = in_fit.get(model), is_of_keras(given, "CallbackList")
+    listed = given.callbacks if is_list else None
     try:
         in_fit[model] = training
-        with _extended(given, model, own, users) as callbacks:
-            call.arguments["callbacks"] = callbacks
-            return original(*call.args, **call.kwargs)
+        if is_list:
+            for callback in own:
+                callback.set_params(given.params)
+                callback.set_model(model)
+            given.callbacks = [*own, *users]
+            given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
+        else:
+            call.arguments["callbacks"] = [*own, *users]
+        return original(*call.args, **call.kwargs)
     finally:
         call.arguments["callbacks"] = given
+        if is_list:
+            given.callbacks = listed
         if before is None:
             del in_fit[model]
         else:
@@ -155,7 +163,9 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
 
     `inputs` are the arguments x and y of fit.
     """
-    own: list[Callback] = [JoinEpochs(training)] if training.joins else []
+    own: list[Callback] = []
+    if training.joins and isinstance(training, DistributedTraining | LocalTraining):
+        own.append(JoinEpochs(training))
     settings = runtime.current().settings
     is_checked = settings.is_checked
     has_own_state = training.averages_statistics or training.shards_state
@@ -175,23 +185,6 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     if is_checked or training.is_under_strategy:  # After the check that all ranks end fit together.
         own.append(FitThroughput(f"{training.name}/throughput", training.process_set, lambda: checks.is_silent))
     return own
-
-
-@contextmanager
-def _extended(given: Any, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
-    """A context with the `callbacks` argument for fit: the added callbacks, and then the user's."""
-    if not is_of_keras(given, "CallbackList"):
-        yield [*own, *users]
-        return
-    for callback in own:
-        callback.set_params(given.params)
-        callback.set_model(model)
-    before, given.callbacks = given.callbacks, [*own, *users]
-    given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
-    try:
-        yield given
-    finally:
-        given.callbacks = before
 
 
 class TimedSteps(Callback):
@@ -225,7 +218,7 @@ class JoinEpochs(Callback):
     the last to join: with accumulated gradients some batches do not communicate.)
     """
 
-    def __init__(self, training: Training):
+    def __init__(self, training: DistributedTraining | LocalTraining):
         super().__init__()
         self._training = training
         self._has_joined = True

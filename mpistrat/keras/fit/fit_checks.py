@@ -29,7 +29,7 @@ from ...tensorflow.kerases import KERASES, is_of_keras, package_of
 from ..bridge.compared import Adapted, adapted_in, different_rate, problem_of_adapted, rates_of, require_equal_rates
 from ..bridge.measures import AverageMetrics
 from ..bridge.private_names import Callback, Logs, all_layers, weights_of
-from ..bridge.training import AverageStatistics, SaveSchedule, StrategyTraining, Training, schedules_of
+from ..bridge.training import AverageStatistics, SaveSchedule, StrategyTraining, Training, schedules_of, step_values_of
 from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
 from ..local_sgd import problem_of_settings
 from .written_once import Entry, assign_roles, entry_of, require_backups
@@ -266,7 +266,9 @@ class FitChecks(Callback):
                               "callbacks of all ranks.") from error
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
-            training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
+            training.has_begun, values = True, step_values_of(self.model)
+            values.train_rows = max(1, *(rows for _, rows, _ in marks))
+            values.reads_logs = any(begin.reads_logs for begin in begins)
         if self._statistics is not None and not self._training.joins:
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:

@@ -35,6 +35,7 @@ from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
 from . import whole_files  # noqa: F401
 
 logger = logging.getLogger(__name__)
+_classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
@@ -317,13 +318,13 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "gradient_accumulation_steps to the Keras optimizer, not both.")
 
 
-@functools.cache
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
     """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
-    body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
-    cls = type(original.__name__, (*mix_ins, original), body)
-    serialise_as(cls, original)
-    return cls
+    if (original, mix_ins) not in _classes:
+        body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
+        _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
+        serialise_as(_classes[original, mix_ins], original)
+    return _classes[original, mix_ins]
 
 
 # -- the averaging of gradients in an optimizer of Keras 3. Keras calls these methods. Collective ----------------------
