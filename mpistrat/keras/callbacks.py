@@ -170,8 +170,7 @@ def _executed() -> int:
 
 
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
-    """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
-    """
+    """Broadcast variables of a model and of its optimizers, with the arguments of broadcast_variables. Collective."""
     broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if is_of_keras(layer, "Normalization"):

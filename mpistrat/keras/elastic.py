@@ -251,8 +251,7 @@ class FitState(TensorFlowKerasState):
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
             averaging: Averaging | None = None) -> Any:
-    """Call `fit` with its first epoch, again after each loss of ranks, until it ends. Collective. In elastic jobs only.
-    """
+    """Call `fit` with its first epoch, again after each loss of ranks, until it ends. Collective; in elastic jobs."""
     global _fits
     _fits += 1
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():

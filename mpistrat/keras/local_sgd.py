@@ -187,13 +187,11 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     Attributes:
         process_set: The ranks of the scope, for the DistributedOptimizer; None without a scope.
-        joins: Whether ranks with fewer batches wait for the others at the end of an epoch.
         steps: The number of steps of this rank so far.
         steps_apart: The number of steps since all ranks had the same weights.
-        outer: The optimizers of the averaged weights.
     """
 
-    outer: Sequence[Optimizer] = ()
+    outer: Sequence[Optimizer] = ()  # The optimizers of the averaged weights
 
     def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
                  uneven: str = "error"):

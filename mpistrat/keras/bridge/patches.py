@@ -100,8 +100,7 @@ _KERAS_2 = {
 
 
 def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundArguments:
-    """Return the arguments of a call of `original`, bound to their names. Local. Raises TypeError as the call itself.
-    """
+    """Return the arguments of a call of `original`, by their names. Local. Raises TypeError as the call itself."""
     try:
         return inspect.signature(original).bind(*args, **kwargs)
     except TypeError as error:

@@ -261,8 +261,7 @@ def training_of(model: keras.Model) -> Training | None:
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part, or eager.
-    """
+    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part."""
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
         return f"{training.name}/{operation}"

@@ -6,7 +6,7 @@ callbacks in the same order. Otherwise waiting could be a deadlock, and the rank
 When they wait, the other ranks also get the state of the callback: its counts and its best metric.
 
 Only callbacks of Keras' own classes run on one rank. A derived class may call collectives, so it runs on all ranks, and
-whole_files.py keeps its models whole. `role_of` is pure.
+sharded_optimizer.py keeps its models whole. `role_of` is pure.
 """
 
 import contextlib
@@ -90,8 +90,7 @@ def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> N
 
 
 def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Assign this rank's roles to the results of `written_once`. Local. Raises MismatchError on every rank, as role_of.
-    """
+    """Assign this rank's roles to the results of `written_once`. Local. Raises MismatchError as role_of."""
     topology = training.process_set.group("fit").topology
     for callback, entry in zip(callbacks, entries[topology.rank], strict=True):
         if isinstance(callback, WrittenOnce):

@@ -112,7 +112,6 @@ class Applying(_Accumulating):
     """A mix-in before the class of an optimizer of tf_keras.optimizers."""
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
-        """Return the gradients averaged over the ranks. Collective."""
         pairs = self._mpistrat_averaged(grads_and_vars)
         return super().aggregate_gradients(pairs) if tf.distribute.has_strategy() else pairs  # type: ignore[misc]
 

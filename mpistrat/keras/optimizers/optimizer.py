@@ -32,7 +32,6 @@ from ..bridge.private_names import distributed_in, parts_of, passes_on, serialis
 from ..fit import fit_callbacks  # noqa: F401
 from ..sharded.shard_state import Arguments, OptimizerState
 from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
-from . import whole_files  # noqa: F401
 
 logger = logging.getLogger(__name__)
 _classes: dict[tuple[type, tuple[type, ...]], type] = {}
@@ -109,8 +108,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. An optimizer of
             Keras 2 (tf_keras) that is built shares its variables with the new optimizer.
         name: The name of the new optimizer; default: the name of `optimizer`.
-        device_dense: Accepted for compatibility with Horovod, ignored.
-        device_sparse: Accepted for compatibility with Horovod, ignored.
+        device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         gradient_predivide_factor: Splits the division by the number of ranks N. Gradients are divided by this factor

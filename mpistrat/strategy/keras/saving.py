@@ -1,4 +1,4 @@
-"""Saving under MPIStrategy. Keras calls it. keras/optimizers/whole_files.py has the rules for all models."""
+"""Saving under MPIStrategy. Keras calls it. keras/sharded/sharded_optimizer.py has the rules for all models."""
 
 
 import keras
