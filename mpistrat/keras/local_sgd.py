@@ -142,10 +142,7 @@ class LocalTraining(Training):
         self._averaging.average_weights()
 
     def _require_scope(self, may_have_tape: bool) -> None:
-        """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else.
-
-        `may_have_tape`: The train step is user-defined, so a tape may average the gradients.
-        """
+        """Raise InvalidRequestError unless gradients are averaged within the scope only; in a user's step by a tape."""
         scope, kind = self._averaging.process_set, type(self._averaging).__name__
         if is_under_strategy(self.model):
             raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy "
@@ -316,8 +313,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     def average_weights(self) -> None:
         """Give all ranks the same weights, unless they have had no step since the last time. Collective."""
         if self._begun.weights and self.steps_apart:
-            self._average(self._begun)
-            self._is_together()
+            self._average_and_reset(self._begun)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
@@ -345,12 +341,12 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.steps += steps
         self.steps_apart += steps
         if self.steps_apart >= self.every or self.steps <= self.warmup:
-            self._average(training)
+            self._average_and_reset(training)
             if training.averages_statistics:
                 average_statistics(training)
-            self._is_together()
 
-    def _is_together(self) -> None:
+    def _average_and_reset(self, training: LocalTraining) -> None:
+        self._average(training)
         self.steps_apart = 0
         self._done.assign(self.steps)
 

@@ -18,6 +18,7 @@ from keras.optimizers import Optimizer
 
 from ...core.errors import MismatchError
 from ...core.topology import describe_by_rank
+from ...tensorflow.identity_set import IdentitySet
 from ...tensorflow.kerases import is_of_keras, learning_rate_of
 from .private_names import all_layers, passes_on
 
@@ -158,13 +159,9 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
     """Return the layers that functions of tf.data pipelines use, and inner layers. `inputs` are x and y of fit."""
-    found: dict[int, keras.layers.Layer] = {}
-    for value in tf.nest.flatten(inputs):
-        for function in _functions_of(value):
-            for layer in _layers_in(function, _DEPTH):
-                for each in (layer, *all_layers(layer)):
-                    found.setdefault(id(each), each)
-    return list(found.values())
+    layers = (layer for value in tf.nest.flatten(inputs) for function in _functions_of(value)
+              for layer in _layers_in(function, _DEPTH))
+    return list(IdentitySet(each for layer in layers for each in (layer, *all_layers(layer))))
 
 
 def _functions_of(dataset: object) -> Iterator[object]:

@@ -159,10 +159,7 @@ def users_callbacks(callbacks: Any) -> list[Callback]:
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
                   inputs: list[Any]) -> list[Callback]:
-    """Return the callbacks that fit adds before `wrapped`, which replace the user's `callbacks`.
-
-    `inputs` are the arguments x and y of fit.
-    """
+    """Return the callbacks that fit adds before `wrapped`, which replace the user's. `inputs` are x and y of fit."""
     own: list[Callback] = []
     if training.joins and isinstance(training, DistributedTraining | LocalTraining):
         own.append(JoinEpochs(training))

@@ -238,13 +238,12 @@ class FitChecks(Callback):
                  statistics: AverageStatistics | None, averages: AverageMetrics,
                  layers: Sequence[keras.layers.Layer]):
         super().__init__()
-        self._layers, self._wrapped = layers, wrapped
+        self._layers, self._wrapped, self._averages = layers, wrapped, averages
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set = training.name, training.process_set
         self._broadcasts = [each for each in callbacks if isinstance(each, BroadcastGlobalVariablesCallback)]
         self._is_checked = runtime.current().settings.is_checked
         self._names_steps = self._compares_rates = False
-        self._averages = averages
         self._weights_to_compare = 0  # the number of steps in which to compare weights
         self._suspects = ""  # a sentence on callbacks that only some ranks have
         self._differed: set[str] = set()  # the kinds of values that differed in the latest comparison

@@ -165,21 +165,18 @@ class WrittenOnce(Callback):
                 with self._alone():
                     action()
             elif hook not in _MEETINGS and hasattr(self.callback, _SAVE):
-                self._count(action)
+                # Between two meetings without saving, so that this rank counts batches like the writing ranks.
+                setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
+                try:
+                    action()
+                finally:
+                    delattr(self.callback, _SAVE)
         elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
             saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
             with self._training.known_values() if saves else contextlib.nullcontext():
                 self._on_all_ranks(action)
-
-    def _count(self, action: Callable[[], None]) -> None:
-        """Call a hook between two meetings without saving, so that this rank counts batches like the writing ranks."""
-        setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
-        try:
-            action()
-        finally:
-            delattr(self.callback, _SAVE)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this rank writes without the others. With distributed optimizers it always does that."""

@@ -30,10 +30,7 @@ _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkp
 
 
 class WholeState:
-    """The whole state of an optimizer, on ranks that have it. Not thread-safe, like the optimizer.
-
-    `steps` is the variable in which the optimizer counts steps.
-    """
+    """The whole state of an optimizer, which counts its `steps`, on ranks that have it. Not thread-safe."""
 
     variables: Sequence[keras.Variable] = ()  # All variables of the optimizer on this rank, once it is built
 
