@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # `test_step` are public methods that get each batch, also in user-defined classes. So the count is exact for arrays,
 # datasets and generators, and does not run ahead of training, as a count in a dataset with prefetching would.
 
-UNKNOWN = -1
+UNKNOWN = -1  # A number of rows that is not known
 
 _numbers = itertools.count()
 
