@@ -131,7 +131,7 @@ class _Loader(Loader):
         if isinstance(source, str):
             real = importlib.import_module(source)
             if module.__name__ in _OF_KERAS and RUN_KERAS_2 in os.environ:
-                importlib.import_module("mpistrat.keras.bridge.keras2_words").install()
+                importlib.import_module("mpistrat.keras.bridge.patches").accept_words_of_keras2()
             vars(module).update(
                 __doc__=real.__doc__, __getattr__=lambda name: getattr(real, name), __dir__=lambda: dir(real),
                 __all__=getattr(real, "__all__", [name for name in vars(real) if name[0] != "_"]))

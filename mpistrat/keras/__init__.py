@@ -34,11 +34,19 @@ from ..tensorflow.pin_gpu import init as init  # these three replace those of ap
 from ..tensorflow.sessions import broadcast_global_variables
 from . import callbacks, elastic
 from .bridge import patches as _patches
-from .optimizers.ops import allgather, allreduce, broadcast, load_model, reducescatter
-from .optimizers.optimizer import DistributedOptimizer, PartialDistributedOptimizer, ShardedOptimizer
+from .optimizers.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    ShardedOptimizer,
+    allgather,
+    allreduce,
+    broadcast,
+    load_model,
+    reducescatter,
+)
 
 if _is_keras2_in_use():
-    from .keras2.sync_batch_norm import SyncBatchNormalization
+    from .keras2 import SyncBatchNormalization
 else:
     from .sync_batch_norm import SyncBatchNormalization
 

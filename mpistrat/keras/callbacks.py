@@ -4,6 +4,7 @@ Names and arguments are Horovod's. Users pass the callbacks to fit, and Keras ca
 Callbacks that communicate are collective: all ranks must pass them to fit, in the same order.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,17 +15,13 @@ from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.consistency import FirstSteps
-from ..tensorflow.kerases import IdentitySet, build, is_of_keras, variables_of, velocities_of
+from ..tensorflow.kerases import KERASES, IdentitySet, build, is_of_keras, package_of, variables_of, velocities_of
 from ..tensorflow.ops import broadcast_
-from .alone import Alone, uncounted
-from .bridge.elastic_fit import Elastic
-from .bridge.metric_means import MetricMeans
-from .bridge.nested_optimizers import parts_of, states_in
-from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, weights_of
-from .bridge.rates import number
-from .bridge.row_counts import UNKNOWN, RowCount
-from .bridge.throughput import Throughput
-from .bridge.training import is_under_strategy, name_in_fit, optimizers_of
+from .bridge.compared import number
+from .bridge.measures import UNKNOWN, LocalScalar, MetricMeans, Throughput, row_count_of
+from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, parts_of, states_in, weights_of
+from .bridge.training import in_fit, is_under_strategy, name_in_fit, optimizers_of, training_of
+from .elastic import Elastic
 from .local_sgd import DiLoCo, LocalSGD
 
 __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", "Elastic",
@@ -32,6 +29,7 @@ __all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "DiLoCo", 
            "Throughput"]
 
 __getattr__ = missing_names.explain(__name__)
+logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(Callback):
@@ -67,7 +65,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank, self.process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
-        self._alone = Alone(self.process_set)
+        self._why = self._advice = ""  # The warning that each rank trains alone, and what to do about it
+        self._executed: int | None = None  # The number of operations before an epoch that must average
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -79,7 +78,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables:
             build(optimizer, self.model.trainable_variables)
         self._broadcast(self._variables())
-        self._alone.begin(self.model, self.has_users_own)
+        self._look_for_averaging()
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -96,10 +95,13 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         if not self._is_first_batch:
-            self._alone.end_epoch()
+            self._require_averaging()
 
     def on_train_end(self, logs: Logs = None) -> None:
-        self._alone.end()
+        before = self._why
+        self._require_averaging()
+        if before:
+            self._warn(before)  # Again, at the end of the output
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """Return the weights and the optimizer's state; after the first batch also the state of other optimizers."""
@@ -114,10 +116,60 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self.process_set.has_others():
             broadcast_state(self.model, variables, self.root_rank, self.process_set)
 
+    def _look_for_averaging(self) -> None:
+        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
+
+        Otherwise, and if a callback may average weights by hand, `_require_averaging` decides after the first epoch.
+        """
+        model = self.model
+        self._why, self._advice, self._executed = "", "", None
+        if not self.process_set.has_others() or training_of(model) is not None or model in in_fit:
+            return
+        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and model.optimizer is not None \
+            and all(package_of(type(part)) in KERASES for part in parts_of(model.optimizer))
+        if is_known:
+            name = type(model.optimizer).__name__
+            self._advice = (
+                f"the optimizer of compile() is {name}, which does not average gradients. Write "
+                f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
+                "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
+            if not self.has_users_own:
+                self._warn(self._advice)
+                return
+        self._executed = _executed()
+
+    def _require_averaging(self) -> None:
+        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
+        if self._executed is not None and self._executed == _executed():
+            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
+                       "the tape of a train_step in hvd.DistributedGradientTape.")
+        self._executed = None
+
+    def _warn(self, why: str) -> None:
+        self._why = why
+        if self.process_set.rank() == 0:
+            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
+                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
+
+
+_uncounted = 0
+
+
+def uncounted(communicate: Callable[[], None]) -> None:
+    """Call a function whose operations average neither gradients nor weights."""
+    global _uncounted
+    before = _executed()
+    communicate()
+    _uncounted += _executed() - before
+
+
+def _executed() -> int:
+    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
+    return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted
+
 
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
-    """Broadcast variables of a model and of its optimizers. Collective; the arguments are those of broadcast_variables.
-    """
+    """Broadcast variables of a model and of its optimizers, with the arguments of broadcast_variables. Collective."""
     broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if is_of_keras(layer, "Normalization"):
@@ -156,39 +208,39 @@ class MetricAverageCallback(Callback):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
         self._means = MetricMeans(self._process_set)
-        self._trained: RowCount | None = None  # None: rows are not counted
-        self._tested: RowCount | None = None
+        self._trained: LocalScalar | None = None  # None: rows are not counted
+        self._tested: LocalScalar | None = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._trained = self._tested = None
         if self._weighted and self._process_set.has_others() and not is_under_strategy(self.model):
-            self._trained, self._tested = (RowCount.of(self.model, step) for step in ("train_step", "test_step"))
+            self._trained, self._tested = (row_count_of(self.model, step) for step in ("train_step", "test_step"))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._has_trained = self._has_tested = False
         self._rows_tested = self._batches_tested = 0
-        self._trained_before = 0 if self._trained is None else self._trained.rows
+        self._trained_before = 0 if self._trained is None else self._trained.sum()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_trained = True
 
     def on_test_begin(self, logs: Logs = None) -> None:
         self._has_tested, self._batches_tested = False, 0
-        self._tested_before = 0 if self._tested is None else self._tested.rows
+        self._tested_before = 0 if self._tested is None else self._tested.sum()
 
     def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._has_tested, self._batches_tested = True, batch + 1
 
     def on_test_end(self, logs: Logs = None) -> None:
         # Counted now, since a callback may evaluate other rows later in this epoch.
-        self._rows_tested = 0 if self._tested is None else self._tested.rows - self._tested_before
+        self._rows_tested = 0 if self._tested is None else self._tested.sum() - self._tested_before
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         if not self._process_set.has_others():
             return
         rows = None
         if self._trained is not None:
-            trained = self._trained.rows - self._trained_before
+            trained = self._trained.sum() - self._trained_before
             rows = (UNKNOWN if self._has_trained and not trained else trained,
                     UNKNOWN if self._has_tested and not self._rows_tested else self._rows_tested)
         name = name_in_fit(self.model, "metric_average", self._process_set)

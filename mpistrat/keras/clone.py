@@ -1,17 +1,17 @@
-"""Copies of optimizers. Called by optimizer.py; local.
+"""Copies of optimizers, and the compilation of models that have a distributed one. Called by optimizer.py; local.
 
 `copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration has plain values
-only, from which Keras makes objects if it knows their classes. So learning rates that are schedules or functions are
-passed on unchanged, and this module copies inner optimizers.
+only, from which Keras makes objects if it knows their classes. So `copy_of` passes on learning rates that are schedules
+or functions, and copies inner optimizers itself.
 
-Keras itself copies by configurations and files. They name the original class, so that they load without mpistrat. A
-copy that Keras makes in this process is distributed again:
-
-- The name in a configuration is marked. An optimizer made from the configuration (`from_config`, `deserialize`,
-  `compile_from_config`) is distributed with the function in the mark.
-- pickle and copy get a function that distributes the loaded optimizer, or the optimizer of the loaded model.
+Keras copies by configurations and files, which name the original class, so that they load without mpistrat. A copy that
+Keras makes in this process is distributed again. The name in a configuration is marked with a function: it distributes
+the optimizer made from the configuration (`from_config`, `deserialize`, `compile_from_config`). pickle and copy get a
+function that distributes the loaded optimizer, or the optimizer of the loaded model.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
@@ -21,9 +21,12 @@ from keras.optimizers import Optimizer
 
 from ..api import runtime
 from ..tensorflow.kerases import is_optimizer
-from . import xla
-from .bridge.nested_optimizers import distributed_in, parts_of, passes_on
-from .bridge.patches import PATCHES, Function, replaces
+from ..tensorflow.xla.context import why_not
+from .bridge.patches import PATCHES, Function, bound, replaces
+from .bridge.private_names import BaseTrainer, distributed_in, parts_of, passes_on
+from .bridge.training import is_under_strategy
+
+logger = logging.getLogger(__name__)
 
 # The constructor's arguments that may be schedules, functions or optimizers, and the attributes with their values.
 _OBJECTS = {"learning_rate": "_learning_rate", "inner_optimizer": "inner_optimizer", "optimizer_map": "_optimizer_map"}
@@ -38,19 +41,17 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
     """Return a new optimizer with the configuration of `optimizer`, which is not changed.
 
     A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
-
-    Args:
-        optimizer: The original.
-        cls: The class of the copy, a subclass of the original's class; None: the original class, not distributed.
-        changes: Values that replace those of the configuration.
-        copies: The copies that have been made so far, by the id of the original.
+    `cls` is a subclass of the original's class; None: the original class, not distributed. `changes` replace values of
+    the configuration. `copies` are those made so far, by the id of the original.
     """
     original = original_class(type(optimizer))
     cls, copies = cls or original, {} if copies is None else copies
     if id(optimizer) in copies:
         return copies[id(optimizer)]
-    given = {name: value for name, attribute in _OBJECTS.items()
-             if callable(value := _value_of(optimizer, name, attribute)) or is_optimizer(value)}
+    hyper = vars(optimizer).get("_hyper", {})  # The numbers of a `legacy` optimizer of Keras 2
+    values = {name: hyper[name] if name in hyper else getattr(optimizer, attribute, None)
+              for name, attribute in _OBJECTS.items()}
+    given = {name: value for name, value in values.items() if callable(value) or is_optimizer(value)}
     config = _config_without(optimizer, given) | {
         name: _copied(value, copies) for name, value in given.items()} | dict(changes or {})
     if again_of(config) is not None:
@@ -72,12 +73,6 @@ def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, ob
     if "name" in changes:
         vars(new)["_name" if "_name" in vars(new) else "name"] = changes["name"]
     return new
-
-
-def _value_of(optimizer: Optimizer, argument: str, attribute: str) -> object:
-    """Return the value of a constructor argument. A `legacy` optimizer of Keras 2 has numbers in `_hyper`."""
-    hyper = vars(optimizer).get("_hyper", {})
-    return hyper[argument] if argument in hyper else getattr(optimizer, attribute, None)
 
 
 def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
@@ -190,9 +185,54 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
 
 
 def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
-    """Replace the optimizer of a compiled model by a distributed one."""
+    """Replace the optimizer of a compiled model by a distributed one. Turn XLA off if it cannot compile collectives."""
     model.optimizer = optimizer
     compiled = getattr(model, "_compile_config", None)
     if compiled is not None:  # compile_from_config makes the optimizer of a copy from it.
         compiled.config["optimizer"] = optimizer
-    xla.switch_off(model)
+    if model.jit_compile and (reason := why_not()):
+        _log_once(reason)
+        model.jit_compile = False
+
+
+# -- XLA: if XLA cannot compile collectives here, compile(jit_compile="auto") means False ------------------------------
+
+
+# Keras compares the `compile` of a model's class with that of Keras' base class, so the base class' is replaced.
+@replaces(BaseTrainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
+          "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
+def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
+    """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
+
+    By default Keras compiles the training step on a machine with a GPU. An explicit True is not changed; then the
+    collective raises an error that says what to write. Under a strategy, compile runs in the strategy's scope.
+    """
+    if is_under_strategy(self):
+        with self.distribute_strategy.scope():
+            return original(self, *args, **kwargs)
+    given = bound(original, self, *args, **kwargs)
+    given.apply_defaults()
+    if given.arguments["jit_compile"] == "auto" and distributed_in(given.arguments["optimizer"]) and why_not():
+        given.arguments["jit_compile"] = False
+        _log_once(why_not())
+    return original(*given.args, **given.kwargs)
+
+
+def follow_ranks(model: keras.Model) -> None:
+    """Make Keras trace the compiled step of a model again if the number of ranks has changed since the last fit.
+
+    Sparse gradients are gathered, and the shape of a gather's result depends on the number of ranks.
+    """
+    if not model.jit_compile or not runtime.is_initialized():
+        return
+    ranks = runtime.current().topology.size
+    if getattr(model, "_mpistrat_ranks", ranks) != ranks:
+        model.train_function = None
+    model._mpistrat_ranks = ranks
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    rank = runtime.current().topology.rank if runtime.is_initialized() else 0
+    logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: models with a DistributedOptimizer are trained "
+               "without XLA (jit_compile=False), which cannot compile collectives: %s", rank, reason)

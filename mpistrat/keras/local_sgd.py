@@ -15,6 +15,7 @@ from ..api import array_ops, runtime
 from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ScaledOp
+from ..core.topology import describe_by_rank
 from ..tensorflow.bridge.names import eager
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.compression import Compression, Compressor, require_compression
@@ -23,19 +24,10 @@ from ..tensorflow.graph.buckets import ReduceSpec, reduce_list
 from ..tensorflow.kerases import IdentitySet, is_keras2, label_of, steps_of
 from ..tensorflow.list_ops import reduce_tensors
 from .bridge import patches
-from .bridge.nested_optimizers import distributed_in, parts_of
-from .bridge.private_names import Logs, non_trainable_variables
-from .bridge.running_statistics import average_statistics
-from .bridge.training import (
-    LOCAL_SGD,
-    Training,
-    TrainsApart,
-    compared_in,
-    is_under_strategy,
-    optimizers_of,
-    problem_of_settings,
-    training_of,
-)
+from .bridge.private_names import Logs, distributed_in, non_trainable_variables, parts_of
+from .bridge.training import Training, average_statistics, compared_in, is_under_strategy, optimizers_of, training_of
+
+LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 
 # -- the scope: where gradients are averaged in every step, while weights are averaged over all ranks ------------------
 
@@ -45,10 +37,8 @@ Scope = ProcessSet | Literal["hosts"] | None
 def process_set_of(scope: Scope) -> ProcessSet | None:
     """Return the process set in which this rank averages gradients, or None. Collective for "hosts".
 
-    The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks.
-
-    Raises:
-        InvalidRequestError: `scope` is not a Scope, or is a set that is not registered or does not include this rank.
+    The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks. Raises
+    InvalidRequestError if `scope` is not a Scope, or is a set that is not registered or does not include this rank.
     """
     if isinstance(scope, ProcessSet):
         scope.group("scope")
@@ -71,14 +61,9 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
 class LocalTraining(Training):
     """The training of a model by ranks whose weights differ between two synchronisations. All ranks take part.
 
-    Args:
-        model: The model.
-        averaging: The LocalSGD or DiLoCo that averages the model's weights.
-        optimizers: The optimizers of a user-defined loop, where a tape may average; empty: the model's optimizers.
-
-    Raises:
-        InvalidRequestError: The model is one of Keras 2, or of a strategy, or its optimizers average gradients among
-            other ranks than the ranks of the scope.
+    `optimizers` are those of a user-defined loop, where a tape may average; empty: the model's optimizers. Raises
+    InvalidRequestError if the model is one of Keras 2, or of a strategy, or its optimizers average gradients among
+    other ranks than the ranks of the scope.
     """
 
     causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
@@ -91,8 +76,7 @@ class LocalTraining(Training):
             raise InvalidRequestError(f"{type(averaging).__name__} is for models of Keras 3. Train a model of Keras 2 "
                                       "(tf_keras) with hvd.DistributedOptimizer instead.")
         self._averaging, self._optimizers = averaging, list(optimizers) or optimizers_of(model)
-        is_step_known = not optimizers and type(model).train_step is keras.Model.train_step
-        _require_scope(model, averaging.process_set, self._optimizers, type(averaging).__name__, is_step_known)
+        self._require_scope(may_have_tape=bool(optimizers) or type(model).train_step is not keras.Model.train_step)
         self.name, self.process_set, self.joins = eager(LOCAL_SGD), global_process_set, averaging.joins
         self._within = training_of(model)  # by the ranks of the scope
         self.averages_statistics = self._within is None or self._within.averages_statistics
@@ -142,7 +126,6 @@ class LocalTraining(Training):
 
     @property
     def weights(self) -> list[keras.Variable]:
-        """The weights that are trained and averaged."""
         return self.shared(self.model.trainable_variables)
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
@@ -155,54 +138,54 @@ class LocalTraining(Training):
     def synchronise(self) -> None:
         self._averaging.average_weights()
 
-
-def _require_scope(model: keras.Model, scope: ProcessSet | None, optimizers: Sequence[Optimizer], kind: str,
-                   is_step_known: bool) -> None:
-    """Raise InvalidRequestError unless gradients are averaged within the scope, and nowhere else.
-
-    In a user-defined train step a tape may average the gradients.
-    """
-    if is_under_strategy(model):
-        raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy keeps "
-                                  "one set of weights for all ranks, and each rank needs its own.")
-    distributed = [part for optimizer in optimizers for part in distributed_in(optimizer)]
-    for part in distributed:
-        name = type(part).__name__
-        if scope is None:
+    def _require_scope(self, may_have_tape: bool) -> None:
+        """Raise InvalidRequestError unless gradients are averaged within the scope only; in a user's step by a tape."""
+        scope, kind = self._averaging.process_set, type(self._averaging).__name__
+        if is_under_strategy(self.model):
+            raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy "
+                                      "keeps one set of weights for all ranks, and each rank needs its own.")
+        distributed = [part for optimizer in self._optimizers for part in distributed_in(optimizer)]
+        for part in distributed:
+            name = type(part).__name__
+            if scope is None:
+                raise InvalidRequestError(
+                    f"{kind} has each rank train by itself, but the optimizer is distributed and would average "
+                    f"gradients in every step. Give compile() keras.optimizers.{name}(...) itself. To average "
+                    f'gradients within each host, write local = hvd.callbacks.{kind}(..., scope="hosts") and '
+                    f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
+            if part._mpistrat.reducer.process_set is not scope:
+                raise InvalidRequestError(
+                    f"{kind} has a scope, but the optimizer averages gradients among other ranks. Write "
+                    f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where "
+                    f"local is the {kind}.")
+        if scope is not None and not distributed and self._optimizers and not may_have_tape:
+            name = type(self._optimizers[0]).__name__
             raise InvalidRequestError(
-                f"{kind} has each rank train by itself, but the optimizer is distributed and would average gradients "
-                f"in every step. Give compile() keras.optimizers.{name}(...) itself. To average gradients within each "
-                f'host, write local = hvd.callbacks.{kind}(..., scope="hosts") and '
-                f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
-        if part._mpistrat.reducer.process_set is not scope:
-            raise InvalidRequestError(
-                f"{kind} has a scope, but the optimizer averages gradients among other ranks. Write "
-                f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where local "
-                f"is the {kind}.")
-    if scope is not None and not distributed and optimizers and is_step_known:
-        name = type(optimizers[0]).__name__
-        raise InvalidRequestError(
-            f"{kind} has a scope, but the optimizer averages no gradients in it. Write hvd.DistributedOptimizer("
-            f"keras.optimizers.{name}(...), process_set=local.process_set), where local is the {kind}.")
+                f"{kind} has a scope, but the optimizer averages no gradients in it. Write hvd.DistributedOptimizer("
+                f"keras.optimizers.{name}(...), process_set=local.process_set), where local is the {kind}.")
+
+
+def problem_of_settings(of_ranks: Sequence[str]) -> str:
+    """Return a message if the ranks average in different ways, or "". `of_ranks` has str() of their callbacks."""
+    if len(set(of_ranks)) == 1:
+        return ""
+    found = describe_by_rank([each or "none" for each in of_ranks])
+    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
+            "with the same arguments.")
 
 
 # -- when the ranks synchronise ----------------------------------------------------------------------------------------
 
-class PeriodicAveraging(TrainsApart):
-    """The base of LocalSGD and DiLoCo: it decides when the ranks synchronise.
-
-    Args:
-        every, warmup, scope, average_slots, uneven: As for LocalSGD.
+class PeriodicAveraging(keras.callbacks.Callback):
+    """The base of LocalSGD and DiLoCo, with the arguments of LocalSGD: it decides when the ranks synchronise.
 
     Attributes:
         process_set: The ranks of the scope, for the DistributedOptimizer; None without a scope.
-        joins: Whether ranks with fewer batches wait for the others at the end of an epoch.
         steps: The number of steps of this rank so far.
         steps_apart: The number of steps since all ranks had the same weights.
-        outer: The optimizers of the averaged weights.
     """
 
-    outer: Sequence[Optimizer] = ()
+    outer: Sequence[Optimizer] = ()  # The optimizers of the averaged weights
 
     def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
                  uneven: str = "error"):
@@ -298,6 +281,7 @@ class PeriodicAveraging(TrainsApart):
     # -- in fit --------------------------------------------------------------------------------------------------------
 
     def training(self, model: keras.Model) -> LocalTraining:
+        """Train this model from now on. Local. Raises InvalidRequestError if the model cannot be trained so."""
         training = LocalTraining(model, self)
         self.enter(training)
         return training
@@ -326,8 +310,7 @@ class PeriodicAveraging(TrainsApart):
     def average_weights(self) -> None:
         """Give all ranks the same weights, unless they have had no step since the last time. Collective."""
         if self._begun.weights and self.steps_apart:
-            self._average(self._begun)
-            self._is_together()
+            self._average_and_reset(self._begun)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
@@ -355,12 +338,12 @@ class PeriodicAveraging(TrainsApart):
         self.steps += steps
         self.steps_apart += steps
         if self.steps_apart >= self.every or self.steps <= self.warmup:
-            self._average(training)
+            self._average_and_reset(training)
             if training.averages_statistics:
                 average_statistics(training)
-            self._is_together()
 
-    def _is_together(self) -> None:
+    def _average_and_reset(self, training: LocalTraining) -> None:
+        self._average(training)
         self.steps_apart = 0
         self._done.assign(self.steps)
 
@@ -476,11 +459,7 @@ class DiLoCo(PeriodicAveraging):
         self._build(LocalTraining(model, self).weights)
 
     def _build(self, weights: Sequence[keras.Variable]) -> None:
-        """Create the state for these weights. Local.
-
-        Raises:
-            InvalidRequestError: The state exists, for weights of other shapes or dtypes.
-        """
+        """Create the state for these weights. Local. An error if the state exists, for other shapes or dtypes."""
         outer, = self.outer
         if not self._point:
             self._point = [keras.Variable(tf.convert_to_tensor(v), dtype=v.dtype, name=v.name) for v in weights]

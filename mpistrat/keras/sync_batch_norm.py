@@ -61,11 +61,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str, object]) -> ProcessSet:
-    """Check the arguments of a layer of Keras 3 or Keras 2, and return the resolved process set.
-
-    Raises:
-        InvalidRequestError: See SyncBatchNormalization.
-    """
+    """Return the resolved process set. Raises InvalidRequestError as SyncBatchNormalization of Keras 3 and Keras 2."""
     if fused in (True, None):
         raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
     for name in ("renorm", "synchronized", "virtual_batch_size"):

@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.bridge.nested_optimizers import distributed_in  # noqa: E402
+from mpistrat.keras.bridge.private_names import distributed_in  # noqa: E402
 
 from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
 from ..support.levels import sample  # noqa: E402

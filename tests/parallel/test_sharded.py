@@ -17,7 +17,7 @@ keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.bridge.nested_optimizers import states_in  # noqa: E402
+from mpistrat.keras.bridge.private_names import states_in  # noqa: E402
 from mpistrat.tensorflow import MPIStrategy  # noqa: E402
 from mpistrat.tensorflow.xla import ffi  # noqa: E402
 

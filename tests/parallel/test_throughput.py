@@ -17,8 +17,8 @@ hvd = pytest.importorskip("mpistrat.keras")
 
 from mpistrat.api import runtime  # noqa: E402
 from mpistrat.api.elastic import ObjectState  # noqa: E402
-from mpistrat.keras.bridge import throughput  # noqa: E402
-from mpistrat.keras.bridge.throughput import Work  # noqa: E402
+from mpistrat.keras.bridge import measures  # noqa: E402
+from mpistrat.keras.bridge.measures import Work  # noqa: E402
 from mpistrat.keras.bridge.training import step_values_of  # noqa: E402
 from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
 from mpistrat.process.step_timer import StepTimer  # noqa: E402
@@ -73,13 +73,13 @@ def points(rows: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Work]]:
     """The work of all ranks, each time that a speed is made of it."""
-    found, original = [], throughput.speed_of
+    found, original = [], measures.speed_of
 
     def speed_of(works: list[Work]) -> Any:
         found.append(works)
         return original(works)
 
-    monkeypatch.setattr(throughput, "speed_of", speed_of)
+    monkeypatch.setattr(measures, "speed_of", speed_of)
     return found
 
 

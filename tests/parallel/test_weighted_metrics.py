@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.bridge.row_counts import rows_of  # noqa: E402
+from mpistrat.keras.bridge.measures import rows_of  # noqa: E402
 
 from ..support.levels import sample  # noqa: E402
 

@@ -39,7 +39,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow as hvd
-from mpistrat.keras.bridge.nested_optimizers import states_in
+from mpistrat.keras.bridge.private_names import states_in
 from mpistrat.keras.sharded.sharded_optimizer import whole_state
 from mpistrat.tensorflow.xla import ffi
 from tests.support.compiled import compiled_by_xla

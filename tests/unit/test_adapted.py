@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.bridge.adapted import Adapted, adapted_in, layers_of_inputs, problem_of_adapted  # noqa: E402
+from mpistrat.keras.bridge.compared import Adapted, adapted_in, layers_of_inputs, problem_of_adapted  # noqa: E402
 
 WORDS, OTHERS = np.array(["a", "b", "b", "c"]), np.array(["a", "a", "b", "c"])
 NUMBERS = np.array([[1.0], [2.0], [5.0], [9.0]], np.float32)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.keras as keras_api
 import mpistrat.tensorflow.elastic as elastic
-from mpistrat.keras.bridge import elastic_fit
+from mpistrat.keras import elastic as keras_elastic
 from mpistrat.keras.callbacks import Elastic
 from mpistrat.keras.fit import fit_callbacks
 
@@ -84,15 +84,15 @@ def test_the_place_in_the_epoch_is_that_of_the_batches_which_a_rank_has(
     mpistrat.init()
     ranks, began = [2], []
 
-    def keep_going(state: elastic_fit.FitState, train: Callable[[], object]) -> None:
+    def keep_going(state: keras_elastic.FitState, train: Callable[[], object]) -> None:
         state.batch, state.size, state.steps = 6, 3, then  # a commit of three ranks
         train()
         ranks[0] = 1  # The other rank is lost. This one keeps its rows.
         train()
 
-    monkeypatch.setattr(elastic_fit, "_size", lambda: ranks[0])
-    monkeypatch.setattr(elastic_fit, "keep_going", keep_going)
-    monkeypatch.setattr(elastic_fit, "is_under_strategy", lambda model: door == "strategy")
+    monkeypatch.setattr(keras_elastic, "_size", lambda: ranks[0])
+    monkeypatch.setattr(keras_elastic, "keep_going", keep_going)
+    monkeypatch.setattr(keras_elastic, "is_under_strategy", lambda model: door == "strategy")
     callback, model = Elastic(), keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd")
 
@@ -104,7 +104,7 @@ def test_the_place_in_the_epoch_is_that_of_the_batches_which_a_rank_has(
         began.append((callback.state.batch, callback.state.size, callback.state.steps))
         return keras.callbacks.History()
 
-    elastic_fit.run_fit(callback, fit, model, 0)
+    keras_elastic.run_fit(callback, fit, model, 0)
     assert began == [(found, 2, now)] * 2
 
 

@@ -9,12 +9,15 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.bridge.metric_means import shared_names  # noqa: E402
-from mpistrat.keras.bridge.rates import rates_of  # noqa: E402
-from mpistrat.keras.bridge.running_statistics import SaveSchedule  # noqa: E402
-from mpistrat.keras.bridge.training import DistributedTraining, training_of  # noqa: E402
+from mpistrat.keras.bridge.compared import rates_of  # noqa: E402
+from mpistrat.keras.bridge.measures import shared_names  # noqa: E402
+from mpistrat.keras.bridge.training import (  # noqa: E402
+    DistributedTraining,
+    SaveSchedule,
+    training_of,
+)
 from mpistrat.keras.fit.fit_callbacks import digest_of_rows  # noqa: E402
-from mpistrat.keras.fit.fit_states import (  # noqa: E402
+from mpistrat.keras.fit.fit_checks import (  # noqa: E402
     Begin,
     Progress,
     Step,

@@ -143,7 +143,7 @@ print(hvd.DistributedOptimizer(tf.keras.optimizers.Adam()).__module__.partition(
 @pytest.mark.nightly
 @pytest.mark.horovod("optimizer-old")
 @pytest.mark.parametrize("variable, printed", [
-    ("0", "False mpistrat.keras.sync_batch_norm keras"), ("1", "True mpistrat.keras.keras2.sync_batch_norm tf_keras")])
+    ("0", "False mpistrat.keras.sync_batch_norm keras"), ("1", "True mpistrat.keras.keras2 tf_keras")])
 def test_keras_2_is_imported_where_tf_keras_says_so(variable: str, printed: str) -> None:
     pytest.importorskip("tf_keras")
     done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120,

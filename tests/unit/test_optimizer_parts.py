@@ -5,8 +5,12 @@ import pytest
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras.bridge.nested_optimizers import distributed_in, optimizers_in, parts_of  # noqa: E402
-from mpistrat.keras.bridge.private_names import trained_by  # noqa: E402
+from mpistrat.keras.bridge.private_names import (  # noqa: E402
+    distributed_in,
+    optimizers_in,
+    parts_of,
+    trained_by,
+)
 
 
 def test_parts_are_the_optimizer_and_those_in_it() -> None:

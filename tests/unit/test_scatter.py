@@ -10,7 +10,6 @@ keras = pytest.importorskip("keras")
 pytest.importorskip("mpistrat.keras")
 
 from mpistrat.keras.bridge import patches  # noqa: E402
-from mpistrat.keras.optimizers import scatter  # noqa: E402
 
 SHAPE, REPEATS = (3, 2), 5
 OPTIMIZERS = {
@@ -65,7 +64,7 @@ def test_rows_are_summed_before_they_are_added_where_that_has_no_order(monkeypat
     patches.apply()
     given: list[int] = []
     scatter_add = tf.raw_ops.ResourceScatterNdAdd
-    monkeypatch.setattr(scatter, "_adds_atomically", lambda resource: True)
+    monkeypatch.setattr("mpistrat.keras.optimizers.optimizer._adds_atomically", lambda resource: True)
     monkeypatch.setattr(tf.raw_ops, "ResourceScatterNdAdd", lambda **inputs: (
         given.append(inputs["updates"].shape[0]), scatter_add(**inputs)))
     slices, variable = repeated(), keras.Variable(np.ones(SHAPE, "float32"))

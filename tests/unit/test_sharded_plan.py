@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("keras")
 
-from mpistrat.keras.sharded.shard_plan import Plan, Planned, plan_of
+from mpistrat.keras.sharded.parts import Plan, Planned, plan_of
 
 
 def tensor(*shape: int, dtype: str = "float32") -> Planned:

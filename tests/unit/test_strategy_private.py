@@ -137,6 +137,6 @@ def test_running_statistics_are_those_of_all_layers_and_no_frozen_weights() -> N
     inner = keras.Sequential([keras.Input((2,)), layers.Dense(2), Block(), layers.BatchNormalization(name="in_model")])
     model = keras.Sequential([keras.Input((2,)), inner, layers.BatchNormalization(name="frozen", trainable=False),
                               layers.Dense(2, trainable=False)])
-    found = importlib.import_module("mpistrat.keras.bridge.running_statistics").running_statistics(model)
+    found = importlib.import_module("mpistrat.keras.bridge.training").running_statistics(model)
     assert sorted((*variable.path.split("/")[-2:],) for variable in found) == [
         (layer, name) for layer in ("frozen", "in_layer", "in_model") for name in ("moving_mean", "moving_variance")]

@@ -7,21 +7,21 @@ import pytest
 pytest.importorskip("keras")
 
 from mpistrat.core.slowest import Waits
-from mpistrat.keras.bridge.row_counts import UNKNOWN
-from mpistrat.keras.bridge.throughput import Speed, Work, line_of, speed_of
+from mpistrat.keras.bridge.measures import UNKNOWN, Work, line_of, speed_of
 
 
 @pytest.mark.parametrize("works, speed", [
-    ([Work(300, 10, 2.0), Work(100, 5, 1.0)], Speed("rows", 200.0)),
-    ([Work(300, 10, 2.0), Work(UNKNOWN, 12, 4.0)], Speed("steps", 3.0)),  # A step is one of all ranks.
-    ([Work(300, 10, 2.0), Work(0, 0, 0.0)], Speed("rows", 150.0))], ids=["rows", "unknown rows", "no steps"])
-def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest(works: list[Work], speed: Speed) -> None:
+    ([Work(300, 10, 2.0), Work(100, 5, 1.0)], ("rows", 200.0)),
+    ([Work(300, 10, 2.0), Work(UNKNOWN, 12, 4.0)], ("steps", 3.0)),  # A step is one of all ranks.
+    ([Work(300, 10, 2.0), Work(0, 0, 0.0)], ("rows", 150.0))], ids=["rows", "unknown rows", "no steps"])
+def test_the_rows_of_all_ranks_are_divided_by_the_time_of_the_slowest(
+        works: list[Work], speed: tuple[str, float]) -> None:
     assert speed_of(works) == speed
 
 
 @pytest.mark.parametrize("work", [Work(0, 0, 0.0), Work(0, 0, 1.0), Work(UNKNOWN, 0, 0.0)])
 def test_nothing_measured_is_no_number(work: Work) -> None:
-    assert math.isnan(speed_of([work, work]).per_second)
+    assert math.isnan(speed_of([work, work])[1])
 
 
 def test_work_of_epochs_adds_up_and_what_is_unknown_stays_so() -> None:
@@ -32,7 +32,7 @@ def test_work_of_epochs_adds_up_and_what_is_unknown_stays_so() -> None:
 
 @pytest.mark.parametrize("per_second, text", [(12345.6, "12,346"), (99.94, "99.9"), (0.01234, "0.0123")])
 def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, text: str) -> None:
-    assert line_of(Speed("rows", per_second), [Work(1, 1, 1.0)] * 8, [""] * 8) == (
+    assert line_of("rows", per_second, [Work(1, 1, 1.0)] * 8, [""] * 8) == (
         f"mpistrat: fit has trained {text} rows per second on 8 ranks.")
 
 
@@ -45,5 +45,5 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
 ])
 def test_the_line_says_who_was_waited_for_and_how_much_was_hidden(waiting: tuple[float, ...], end: str) -> None:
     works = [Work(1, 1, 10.0, Waits(10.0, seconds, 1.0, *waiting[2:])) for seconds in waiting[:2]]
-    assert line_of(Speed("rows", 100.0), works, ["rank 1 on a", "rank 3 on b"]) == (
+    assert line_of("rows", 100.0, works, ["rank 1 on a", "rank 3 on b"]) == (
         f"mpistrat: fit has trained 100 rows per second on 2 ranks; {end}")

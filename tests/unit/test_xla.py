@@ -14,8 +14,8 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 hvd = pytest.importorskip("mpistrat.keras")
 
-from mpistrat.keras import xla  # noqa: E402
-from mpistrat.keras.bridge.nested_optimizers import distributed_in  # noqa: E402
+from mpistrat.keras import clone  # noqa: E402
+from mpistrat.keras.bridge.private_names import distributed_in  # noqa: E402
 from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
 
 
@@ -28,9 +28,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         device for device in devices if kind in (None, device.device_type)])
     monkeypatch.setattr(context, "has_gpu", lambda: True)
     monkeypatch.setattr(context, "why_no_gpu", lambda where: "cupy is missing: No module named 'cupy'")
-    xla._log_once.cache_clear()
+    clone._log_once.cache_clear()
     yield
-    xla._log_once.cache_clear()
+    clone._log_once.cache_clear()
 
 
 def model_of(cls: type = keras.Sequential) -> Any:
@@ -100,10 +100,10 @@ def test_wrong_arguments_are_errors_of_keras() -> None:
 def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mpistrat"):
         compiled(keras.optimizers.SGD(0.1), "mse")
-        assert not [record for record in caplog.records if record.name == xla.__name__]
+        assert not [record for record in caplog.records if record.name == clone.__name__]
         for _ in range(2):
             compiled(sgd(), "mse")
-    said = [record for record in caplog.records if record.name == xla.__name__]
+    said = [record for record in caplog.records if record.name == clone.__name__]
     assert [(record.levelname, record.getMessage()) for record in said] == [
         ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), which cannot "
                  "compile collectives: cupy is missing: No module named 'cupy'")]

@@ -6,10 +6,13 @@ MPIStrategy, except for the order in which `scatter` adds. Those for strategies 
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
+
+import keras
 
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
@@ -82,3 +85,68 @@ def undo() -> None:
         elif patch.is_for_strategy:
             setattr(patch.owner, patch.name, own)
     _applied[:] = [each for each in _applied if not each[0].is_for_strategy]
+
+
+# -- what Keras 2 accepts in old scripts, and Keras 3 does not ---------------------------------------------------------
+
+_IGNORED = "experimental_run_tf_function"
+_DATASET = "Leave it out. A keras.utils.PyDataset passes it to super().__init__()."
+_KERAS_2 = {
+    _IGNORED: "Leave it out: Keras 3 always calls the distributed optimizer.",
+    "sample_weight_mode": "Leave it out, and give fit a sample_weight with a weight for each step in time.",
+    "target_tensors": "Leave it out, and give the targets to fit.",
+    "workers": _DATASET, "use_multiprocessing": _DATASET, "max_queue_size": _DATASET,
+    "nb_epoch": "Write epochs.", "samples_per_epoch": "Write steps_per_epoch, in batches."}
+
+
+def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundArguments:
+    """Return the arguments of a call of `original`, by their names. Local. Raises TypeError as the call itself."""
+    try:
+        return inspect.signature(original).bind(*args, **kwargs)
+    except TypeError as error:
+        advice = [f" {name} is an argument of Keras 2. {_KERAS_2[name]}" for name in kwargs if name in _KERAS_2]
+        raise TypeError(f"{original.__qualname__}() {error}.{''.join(advice)}") from None
+
+
+class _Variables(list):
+    """The variables of an optimizer, which Keras 2 returns from a call."""
+
+    def __call__(self) -> "_Variables":
+        return self
+
+
+@functools.cache
+def accept_words_of_keras2() -> None:
+    """Make Keras 3 accept three spellings of Keras 2 in Horovod scripts, for `mpistrat run --as-horovod=keras2` only.
+
+    `compile(experimental_run_tf_function=...)` is ignored, `optimizer.variables()` is an attribute in Keras 3, and the
+    argument `lr` of optimizers is learning_rate in Keras 3. The change is for the whole process. Local; a second call
+    does nothing.
+    """
+    original = keras.Model.compile
+
+    @functools.wraps(original)
+    def compile_model(*args: object, **kwargs: object) -> Any:
+        kwargs.pop(_IGNORED, None)
+        return original(*args, **kwargs)
+
+    known = inspect.signature(original)  # Code that binds arguments by the signature must find the word.
+    word = inspect.Parameter(_IGNORED, inspect.Parameter.KEYWORD_ONLY, default=None)
+    compile_model.__signature__ = known.replace(parameters=[*known.parameters.values(), word])  # type: ignore[attr-defined]
+    keras.Model.compile = compile_model
+    base = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "variables" in vars(cls))
+    variables: Function = vars(base)["variables"].fget
+    base.variables = property(lambda self: _Variables(variables(self)))
+    for cls in vars(keras.optimizers).values():
+        if isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer) and "__init__" in vars(cls):
+            setattr(cls, "__init__", _with_lr(vars(cls)["__init__"]))  # noqa: B010 - mypy allows no assignment
+
+
+def _with_lr(original: Function) -> Function:
+    @functools.wraps(original)
+    def initialise(self: keras.optimizers.Optimizer, *args: object, **kwargs: object) -> None:
+        if "lr" in kwargs:
+            kwargs["learning_rate"] = kwargs.pop("lr")
+        original(self, *args, **kwargs)
+
+    return initialise

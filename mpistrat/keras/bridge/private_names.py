@@ -1,21 +1,22 @@
-"""Private names of Keras that several modules use. Tested with all versions that `import mpistrat.keras` accepts.
+"""Private names of Keras that several modules use, and the optimizers inside of an optimizer. Local.
 
-(keras.optimizer checks the hooks that Keras calls while it applies gradients.)
+Tested with all versions of Keras that `import mpistrat.keras` accepts. mpistrat/keras/optimizers/optimizer.py checks
+the methods that Keras calls while it applies gradients (`require_hooks`).
 """
 
+from collections.abc import Iterable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer
 from keras.src.api_export import REGISTERED_OBJS_TO_NAMES
 from keras.src.backend.tensorflow import trainer
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
+from keras.src.legacy.saving import legacy_h5_format as legacy_h5_format
+from keras.src.saving import saving_lib as saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-from ...tensorflow.kerases import IdentitySet, is_keras2
-
-__all__ = ["BaseTrainer", "CalledByKeras2", "Callback", "Logs", "TensorFlowTrainer", "all_layers", "legacy_h5_format",
-           "non_trainable_variables", "saving_lib", "serialise_as", "trained_by", "trainer", "weights_of"]
+from ...tensorflow.kerases import IdentitySet, is_keras2, is_optimizer
 
 # The base classes of keras.Model: the class of all backends, and TensorFlow's class. Keras 3.16 has other names.
 BaseTrainer = getattr(trainer.base_trainer, "BaseTrainer", None) or trainer.base_trainer.Trainer
@@ -30,18 +31,13 @@ class CalledByKeras2:
     _chief_worker_only = None
     _supports_tf_logs = False  # So the callback gets numbers.
 
-    def _implements_train_batch_hooks(self) -> bool:
-        return self._implements("batch", "train_batch")
-
-    def _implements_test_batch_hooks(self) -> bool:
-        return self._implements("test_batch")
-
-    def _implements_predict_batch_hooks(self) -> bool:
-        return self._implements("predict_batch")
-
     def _implements(self, *names: str) -> bool:
         return not all(getattr(getattr(self, f"on_{name}_{end}"), "_is_default", False)
                        for name in names for end in ("begin", "end"))
+
+    _implements_train_batch_hooks = partialmethod(_implements, "batch", "train_batch")
+    _implements_test_batch_hooks = partialmethod(_implements, "test_batch")
+    _implements_predict_batch_hooks = partialmethod(_implements, "predict_batch")
 
 
 class Callback(CalledByKeras2, keras.callbacks.Callback):
@@ -65,7 +61,6 @@ def serialise_as(subclass: type, original: type) -> None:
 
 
 def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """Return all layers inside of a model or layer, at any depth."""
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
@@ -83,11 +78,55 @@ def weights_of(model: keras.Model) -> list[keras.Variable]:
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of a model and its layers that are never trained, without weights of frozen layers."""
     name = "_non_trainable_weights" if is_keras2(model) else "_non_trainable_variables"
-    return [variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)]
+    return list(IdentitySet(variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)))
 
 
-def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+# -- the optimizers inside of a LossScaleOptimizer or a MultiOptimizer -------------------------------------------------
+
+
+def trained_by(optimizer: Optimizer) -> list[keras.Variable]:
     """Return the variables that an optimizer was built for."""
     variables: list[keras.Variable] = getattr(optimizer, "_trainable_variables", [])  # Not an attribute of Keras 2.
     inner = getattr(optimizer, "inner_optimizer", None)
     return variables if variables or inner is None else trained_by(inner)  # A LossScaleOptimizer of Keras 3.0 has none.
+
+
+def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """Yield `optimizer`, and then its inner optimizers. Yield nothing for None.
+
+    A MultiOptimizer that gets its optimizers from a function has no inner optimizers before it is built.
+    """
+    if optimizer is None:
+        return
+    yield optimizer
+    for inside in (getattr(optimizer, "inner_optimizer", None), *(getattr(optimizer, "optimizers", None) or ())):
+        yield from parts_of(inside)
+
+
+def passes_on(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Return whether `optimizer` passes gradients on to inner optimizers, even if it has none yet."""
+    return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
+
+
+def distributed_in(optimizer: Optimizer | None) -> list[Any]:
+    """The parts of `optimizer` that average gradients over the ranks."""
+    return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
+
+
+def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
+    """Return the WholeStates of the optimizers and inner optimizers whose state is divided among the ranks now."""
+    found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
+             for optimizer in optimizers for part in parts_of(optimizer)}
+    return [state for state in found.values() if state is not None]
+
+
+def optimizers_in(value: object) -> Iterator[Optimizer]:
+    """Yield an optimizer, or the optimizers in lists, tuples and dicts, which may be nested or contain themselves."""
+    seen, left = set(), [value]
+    while left:
+        each = left.pop()
+        if is_optimizer(each):
+            yield each
+        elif isinstance(each, dict | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            left += reversed(each.values() if isinstance(each, dict) else each)

@@ -1,13 +1,12 @@
 """Training: the ranks that train a model in fit, the names of their collectives, and the state that they share.
 
-Distributed optimizers and strategies have a subclass each, and so may callbacks (TrainsApart). The callbacks that
+Distributed optimizers, strategies and the averaging of weights (local_sgd.py) have a subclass each. The callbacks that
 mpistrat adds to fit call this module, in the thread of fit. Local.
 """
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import keras
@@ -15,27 +14,26 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set
-from ...core.errors import InvalidRequestError
-from ...core.topology import describe_by_rank
+from ...core.request import Average, Max, ReduceOp, ScaledOp, Sum
+from ...tensorflow import kerases
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.bridge.types import Variable
 from ...tensorflow.consistency import CAUSES, FirstSteps
-from ...tensorflow.elastic import Averaging
-from ...tensorflow.gradients import GradientReducer
-from ...tensorflow.kerases import (
-    IdentitySet,
-    accumulated_passes,
-    accumulators_of,
-    calls_of,
-    is_keras2,
-    slots_of,
-    steps_of,
-    variables_of,
+from ...tensorflow.gradients import GradientReducer, label_of
+from ...tensorflow.graph.buckets import ReduceSpec, reduce_list
+from ...tensorflow.kerases import IdentitySet, accumulators_of
+from ...tensorflow.list_ops import number_of
+from .private_names import (
+    Callback,
+    Logs,
+    distributed_in,
+    non_trainable_variables,
+    optimizers_in,
+    parts_of,
+    states_in,
+    trained_by,
+    weights_of,
 )
-from .nested_optimizers import distributed_in, optimizers_in, parts_of, states_in
-from .private_names import non_trainable_variables, trained_by, weights_of
-
-LOCAL_SGD = "local_sgd"  # The name, by names.eager, of the collectives of ranks that each train alone
 
 
 class Training:
@@ -68,11 +66,6 @@ class Training:
         return [own.reducer.checks for own in states if own is not None and own.reducer_or_none is not None]
 
     @property
-    def divided_states(self) -> list[Any]:
-        """The WholeStates of optimizers whose state is divided among the ranks."""
-        return states_in(self.parts)
-
-    @property
     def leaves_weights_uncompared(self) -> bool:
         """Whether some of the coming first reductions cannot compare the weights."""
         return False
@@ -97,16 +90,6 @@ class Training:
         return []
 
     @property
-    def calls(self) -> int:
-        """The number of steps of this rank. Only for trainings that may join."""
-        raise NotImplementedError
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
-        raise NotImplementedError
-
-    @property
     def is_synchronised(self) -> bool:
         """Whether the ranks have the same weights now."""
         return True
@@ -119,14 +102,13 @@ class Training:
         raise NotImplementedError
 
     def compared(self) -> list[Variable]:
-        """Return the shared weights and the shared state of the optimizers."""
         own = IdentitySet(non_trainable_variables(self.model))
         return [v for v in self.shared(list(IdentitySet([*weights_of(self.model), *compared_in(self.parts)])))
                 if v not in own]
 
     def consolidate(self, place: int = 0) -> None:
         """Gather the state of sharded optimizers on a rank, which may then save the model. Collective."""
-        for state in self.divided_states:
+        for state in states_in(self.parts):
             state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
@@ -141,10 +123,8 @@ class Training:
 class DistributedTraining(Training):
     """Training with distributed optimizers of one process set.
 
-    Args:
-        optimizers: At least one optimizer. The first, which is the same on all ranks, gives the name and the process
-            set. fit neither checks optimizers of other process sets, nor averages statistics for them.
-        wholes: The optimizers of the model that are, or contain, the `optimizers`.
+    The first of `optimizers`, which is the same on all ranks, gives the name and the process set. fit neither checks
+    optimizers of other process sets, nor averages statistics for them. `wholes` are, or contain, the `optimizers`.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -158,7 +138,7 @@ class DistributedTraining(Training):
         self.reducers: list[GradientReducer] = [o._mpistrat.reducer for o in self._optimizers]  # One for each optimizer
         self.averages_statistics = all(o._mpistrat.arguments.average_statistics for o in self._optimizers)
         self.joins = any(o._mpistrat.arguments.uneven == "join" for o in self._optimizers)
-        self.accumulates = any(map(accumulated_passes, self._optimizers))
+        self.accumulates = any(map(kerases.accumulated_passes, self._optimizers))
         self.shards_state = any(o._mpistrat.arguments.shard_state for o in self._optimizers)
 
     @property
@@ -188,11 +168,12 @@ class DistributedTraining(Training):
     @property
     def calls(self) -> int:
         """The number of this rank's calls of `apply`. `iterations` is less if gradients are accumulated."""
-        return sum(map(calls_of, self._optimizers))
+        return sum(map(kerases.calls_of, self._optimizers))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        return [variable for optimizer in self._optimizers for variable in variables_of(optimizer)]
+        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
+        return [variable for optimizer in self._optimizers for variable in kerases.variables_of(optimizer)]
 
     @property
     def accumulators(self) -> list[keras.Variable]:
@@ -222,16 +203,11 @@ class StrategyTraining(Training):
     def __init__(self, model: keras.Model):
         super().__init__(model)
         self.name, self.process_set = eager("strategy"), global_process_set
-        self.accumulates = any(map(accumulated_passes, self.parts))
+        self.accumulates = any(map(kerases.accumulated_passes, self.parts))
         self.usual_rows = 1  # The rows of this rank's part of the first batch, once they are known
         self.has_begun = False  # Whether the ranks have exchanged these numbers
         self._extended = model.distribute_strategy.extended
         self.shards_state = self._extended.slots.are_sharded
-
-    def begin(self, usual_rows: int, reads_logs: bool) -> None:
-        """Store the values that the ranks have agreed on: the rows of a full batch, and whether a rank reads logs."""
-        self.has_begun = True
-        step_values_of(self.model).train_rows, step_values_of(self.model).reads_logs = max(1, usual_rows), reads_logs
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         return [v for v in variables if self._extended.is_everywhere(getattr(v, "value", v))]
@@ -241,35 +217,6 @@ class StrategyTraining(Training):
 
     def known_values(self) -> AbstractContextManager[None]:
         return self._extended.known_values(self.model)
-
-
-class TrainsApart(keras.callbacks.Callback, Averaging):
-    """A callback of fit with which each rank trains its own weights, which the ranks synchronise from time to time.
-
-    str() of the callback has the arguments that all ranks must agree on.
-    """
-
-    def training(self, model: keras.Model) -> Training:
-        """Train this model from now on. Local. Raises InvalidRequestError if the model cannot be trained so."""
-        raise NotImplementedError
-
-
-def trains_apart(callbacks: Iterable[keras.callbacks.Callback]) -> TrainsApart | None:
-    """Return the TrainsApart among the callbacks of fit, or None. Raises InvalidRequestError if there are several."""
-    found = [callback for callback in callbacks if isinstance(callback, TrainsApart)]
-    if len(found) > 1:
-        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
-                                  "Each averages the weights in another way. Keep one of them.")
-    return found[0] if found else None
-
-
-def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """Return a message if the ranks average in different ways, or "". `of_ranks` has str() of their TrainsApart."""
-    if len(set(of_ranks)) == 1:
-        return ""
-    found = describe_by_rank([each or "none" for each in of_ranks])
-    return (f"the ranks average their weights in different ways: {found}. Give all ranks the same callback, "
-            "with the same arguments.")
 
 
 @dataclass
@@ -301,19 +248,17 @@ def training_of(model: keras.Model) -> Training | None:
     model under a strategy, which needs no more than TensorFlow's interface of strategies.
     """
     if is_under_strategy(model):
-        return None if is_keras2(model) else StrategyTraining(model)
+        return None if kerases.is_keras2(model) else StrategyTraining(model)
     wholes = optimizers_of(model)
-    found = _by_place(distributed_in(getattr(model, "optimizer", None))) \
-        | _by_place(distributed for optimizer in wholes for distributed in distributed_in(optimizer))
-    return DistributedTraining(model, list(found.values()), wholes) if found else None
+    compiled = IdentitySet(distributed_in(getattr(model, "optimizer", None)))
+    # Then in the order of creation, since the order of attributes may differ by rank.
+    found = sorted(IdentitySet(each for optimizer in wholes for each in distributed_in(optimizer)),
+                   key=lambda each: (each not in compiled, each._mpistrat.reducer.optimizer.place))
+    return DistributedTraining(model, found, wholes) if found else None
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part, or eager.
-
-    Raises:
-        InvalidRequestError: As names.eager.
-    """
+    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part."""
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
         return f"{training.name}/{operation}"
@@ -340,20 +285,17 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
     """
     optimizers = list(optimizers)
     own = IdentitySet(variable for optimizer in optimizers
-                      for variable in (*accumulators_of(optimizer), steps_of(optimizer)))
-    return [variable for optimizer in optimizers for variable in variables_of(optimizer) if variable not in own]
+                      for variable in (*accumulators_of(optimizer), kerases.steps_of(optimizer)))
+    return [variable for optimizer in optimizers for variable in kerases.variables_of(optimizer) if variable not in own]
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
-    """Return the variables of an optimizer that belong to local variables of its reducer.
-
-    Their names begin with the path of the trained variable.
-    """
+    """Return the variables of an optimizer that belong to local variables, by whose path their names begin."""
     if not reducer.has_local:
         return []
-    if is_keras2(optimizer):
+    if kerases.is_keras2(optimizer):
         return [slot for weight in trained_by(optimizer) if reducer.is_local(weight)
-                for part in parts_of(optimizer) for slot in slots_of(part, weight)]
+                for part in parts_of(optimizer) for slot in kerases.slots_of(part, weight)]
     prefixes = {f"{v.path.replace('/', '_')}_": reducer.is_local(v)
                 for part in parts_of(optimizer) for v in trained_by(part)}
     slots = []
@@ -364,7 +306,123 @@ def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.V
     return slots
 
 
-def _by_place(optimizers: Iterable[Any]) -> dict[int, Any]:
-    """Return distributed optimizers in the order of creation, since the order of attributes may differ by rank."""
-    found = {o._mpistrat.reducer.optimizer.place: o for o in optimizers}
-    return dict(sorted(found.items()))
+# -- state that layers update from each rank's own rows, such as the statistics of BatchNormalization ------------------
+#
+# When an epoch ends, and before the model is saved within an epoch, all ranks get the same state. Variables of floats,
+# such as moving averages, get the mean over the ranks. Variables of int32 and int64, which are counters, get the
+# largest value. Variables made with aggregation="sum" get the sum of all ranks' additions; under a strategy assign_add
+# does this at once. Accumulated gradients get their mean. This does not change the update, and a file that one rank
+# writes has the gradients of all ranks.
+
+_AGGREGATED = ("sum", "only_first_replica")
+
+
+def running_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the running statistics of all layers, including frozen layers."""
+    return [v for v in non_trainable_variables(model)
+            if tf.as_dtype(v.dtype).is_floating and kerases.aggregation_of(v) not in _AGGREGATED]
+
+
+def average_statistics(training: Training) -> None:
+    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective."""
+    model = training.model
+    # The random state of a layer, which differs by rank, is uint32.
+    counters = [v for v in non_trainable_variables(model)
+                if v.dtype in ("int32", "int64") and kerases.aggregation_of(v) not in _AGGREGATED]
+    for op, variables in ((Average, [*running_statistics(model), *training.accumulators]),
+                          (Max, [*counters, *training.counters])):
+        shared = training.shared(variables)
+        for variable, value in zip(shared, _reduced(training, op, shared), strict=True):
+            variable.assign(value)
+
+
+def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
+             before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+    """Return the values of variables, minus the values `before` if given, reduced over the ranks. Collective."""
+    tensors = [training.value_of(v) for v in variables]
+    tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
+    name = f"{training.name}/statistics"
+    return reduce_list(tensors, ReduceSpec(f"{name}/{op.name}", ScaledOp(op), [label_of(v) for v in variables],
+                                           process_set=number_of(training.process_set, name)))
+
+
+@dataclass(frozen=True)
+class SaveSchedule:
+    """The state of a ModelCheckpoint's batch count, which continues across epochs and calls of fit."""
+
+    save_freq: int  # Batches between two saves
+    seen: int = 0  # Batches since the last save
+    last: int | None = None  # The number of the last batch in its epoch; None before the first
+
+    def after(self, batch: int) -> "SaveSchedule":
+        """Return the state after `batch`. For a step of several batches it is the last batch's number, as in Keras."""
+        seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
+        return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the model is saved after the last batch."""
+        return self.last is not None and self.seen == 0
+
+
+_schedules: WeakKeyDictionary[Callback, SaveSchedule] = WeakKeyDictionary()
+
+
+def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
+    """Return the schedules of the callbacks that save the model within an epoch."""
+    return tuple(_schedules.setdefault(callback, SaveSchedule(callback.save_freq)) for callback in callbacks
+                 if kerases.is_of_keras(callback, "ModelCheckpoint", "BackupAndRestore")
+                 and callback.save_freq and callback.save_freq != "epoch")
+
+
+class AverageStatistics(Callback):
+    """Makes the state of layers, except local variables, equal on all ranks when an epoch ends. Collective.
+
+    It also does this before a callback of any rank saves the model within an epoch, and gathers the state of sharded
+    optimizers. fit adds it before the callbacks that save the model. Validation in fit comes before it, with each
+    rank's own statistics.
+    """
+
+    def __init__(self, training: Training, callbacks: Sequence[Callback]):
+        super().__init__()
+        self._training, self._callbacks = training, callbacks
+        # The schedules of all ranks' callbacks that save within an epoch. FitChecks sets them.
+        self.schedules: list[SaveSchedule] = []
+        self._summed: dict[int, tf.Tensor] = {}  # the last value that all ranks had in common, by the variable's id
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        for state in states_in(self._training.parts):
+            state.forget()
+        # Not when training begins: variables may be broadcast then.
+        for variable in self._sums():
+            self._summed.setdefault(id(variable), tf.convert_to_tensor(variable))
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        for callback in self._callbacks:
+            if callback in _schedules:
+                _schedules[callback] = _schedules[callback].after(batch)
+        self.schedules = [schedule.after(batch) for schedule in self.schedules]
+        if any(schedule.saves for schedule in self.schedules):
+            self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._average()
+
+    def _sums(self) -> list[keras.Variable]:
+        """Return the variables that get the sum of all ranks' additions. None under a strategy: assign_add does it."""
+        return [] if self._training.is_under_strategy else [
+            variable for variable in non_trainable_variables(self.model) if kerases.aggregation_of(variable) == "sum"]
+
+    def _average(self) -> None:
+        self._training.synchronise()
+        self._training.consolidate()
+        if not self._training.averages_statistics:
+            return
+        average_statistics(self._training)
+        variables = self._training.shared(self._sums())
+        # A variable that the first step has made was 0 at first.
+        before = [self._summed.get(id(v), tf.zeros(v.shape, v.dtype)) for v in variables]
+        for variable, value, increment in zip(variables, before, _reduced(self._training, Sum, variables, before),
+                                              strict=True):
+            variable.assign(value + increment)
+            self._summed[id(variable)] = value + increment

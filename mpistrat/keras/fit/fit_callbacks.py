@@ -9,9 +9,8 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -28,21 +27,17 @@ from ...process.step_timer import StepTimer
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.consistency import some_rows
 from ...tensorflow.kerases import is_keras2, is_of_keras
-from .. import xla
-from ..bridge.adapted import layers_of_inputs
-from ..bridge.elastic_fit import Elastic, run_fit
-from ..bridge.keras2_arguments import bound
-from ..bridge.metric_means import AverageMetrics
-from ..bridge.patches import Function, replaces
+from ...tensorflow.ops import broadcast_
+from ..bridge.compared import layers_of_inputs
+from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
+from ..bridge.patches import Function, bound, replaces
 from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
-from ..bridge.row_counts import RowCount
-from ..bridge.running_statistics import AverageStatistics
-from ..bridge.throughput import FitThroughput
-from ..bridge.training import LOCAL_SGD, Training, in_fit, training_of, trains_apart
+from ..bridge.training import AverageStatistics, DistributedTraining, Training, in_fit, training_of
 from ..callbacks import BroadcastGlobalVariablesCallback
-from .fit_checks import ChecksWithinEpochs, FitChecks
-from .fit_states import Begin, is_users, problem_at_begin
-from .join_epochs import JoinEpochs
+from ..clone import follow_ranks
+from ..elastic import Elastic, run_fit
+from ..local_sgd import LOCAL_SGD, LocalTraining, PeriodicAveraging
+from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_at_begin
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
@@ -79,7 +74,7 @@ def _say_that_nothing_commits(remedy: str) -> None:
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
-    given = call.arguments.get("callbacks")
+    given: Any = call.arguments.get("callbacks")
     users, timer = users_callbacks(given), step_timer.current()
     has_own = any(map(is_users, users))
     for callback in users:
@@ -90,7 +85,7 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     if averaging is None:
         _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
-        xla.follow_ranks(model)
+        follow_ranks(model)
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
@@ -106,14 +101,23 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         users = wrapped
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
-    before = in_fit.get(model)
+    before, is_list = in_fit.get(model), is_of_keras(given, "CallbackList")
+    listed = given.callbacks if is_list else None
     try:
         in_fit[model] = training
-        with _extended(given, model, own, users) as callbacks:
-            call.arguments["callbacks"] = callbacks
-            return original(*call.args, **call.kwargs)
+        if is_list:
+            for callback in own:
+                callback.set_params(given.params)
+                callback.set_model(model)
+            given.callbacks = [*own, *users]
+            given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
+        else:
+            call.arguments["callbacks"] = [*own, *users]
+        return original(*call.args, **call.kwargs)
     finally:
         call.arguments["callbacks"] = given
+        if is_list:
+            given.callbacks = listed
         if before is None:
             del in_fit[model]
         else:
@@ -123,12 +127,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Check that fit averages weights on no rank, since this rank's fit does not. Collective.
+    """Raise MismatchError on every rank if some ranks average weights, since this rank's fit does not. Collective.
 
     A rank that trains alone, or with the ranks of its host, can meet all others only if all ranks have a broadcast.
-
-    Raises:
-        MismatchError: On every rank, if some ranks average weights.
     """
     is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
                      and callback.process_set.process_set_id == 0 for callback in callbacks)
@@ -140,29 +141,27 @@ def _require_no_averaging(training: Training | None, callbacks: Sequence[Callbac
             raise MismatchError(f"fit: {problem}")
 
 
-def _is_list(callbacks: object) -> TypeGuard[keras.callbacks.CallbackList]:
-    return is_of_keras(callbacks, "CallbackList")
+def trains_apart(callbacks: Sequence[Callback]) -> PeriodicAveraging | None:
+    """Return the LocalSGD or DiLoCo among the callbacks, or None. Raises InvalidRequestError if there are several."""
+    found = [callback for callback in callbacks if isinstance(callback, PeriodicAveraging)]
+    if len(found) > 1:
+        raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
+                                  "Each averages the weights in another way. Keep one of them.")
+    return found[0] if found else None
 
 
-def users_callbacks(callbacks: object) -> list[Callback]:
+def users_callbacks(callbacks: Any) -> list[Callback]:
     """Return a list of the callbacks passed to fit, which may be one callback, a nested structure or a CallbackList."""
-    if _is_list(callbacks):
+    if is_of_keras(callbacks, "CallbackList"):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
 
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
                   inputs: list[Any]) -> list[Callback]:
-    """Return the callbacks that fit adds before the user's callbacks.
-
-    Args:
-        training: The training of the model.
-        callbacks: The user's callbacks.
-        wrapped: The callbacks that replace the user's in fit.
-        inputs: The arguments x and y of fit.
-    """
+    """Return the callbacks that fit adds before `wrapped`, which replace the user's. `inputs` are x and y of fit."""
     own: list[Callback] = []
-    if training.joins:
+    if training.joins and isinstance(training, DistributedTraining | LocalTraining):
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
     is_checked = settings.is_checked
@@ -185,23 +184,6 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     return own
 
 
-@contextmanager
-def _extended(given: object, model: keras.Model, own: list[Callback], users: list[Callback]) -> Iterator[Any]:
-    """A context with the `callbacks` argument for fit: the added callbacks, and then the user's."""
-    if not _is_list(given):
-        yield [*own, *users]
-        return
-    for callback in own:
-        callback.set_params(given.params)
-        callback.set_model(model)
-    before, given.callbacks = given.callbacks, [*own, *users]
-    given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
-    try:
-        yield given
-    finally:
-        given.callbacks = before
-
-
 class TimedSteps(Callback):
     """Counts the steps and rows of fit for `mpistrat run --efficiency`. Ends the script after the last step to time.
 
@@ -213,15 +195,52 @@ class TimedSteps(Callback):
         self._timer, self._is_global = timer, is_global
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._rows = RowCount.of(self.model, "train_step")
+        self._rows = row_count_of(self.model, "train_step")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._steps = 0  # of this epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         ended, self._steps = batch + 1 - self._steps, batch + 1
-        self._timer.end_step(ended, self._rows.rows or None, self._is_global, waits_between)
+        self._timer.end_step(ended, self._rows.sum() or None, self._is_global, waits_between)
         self._timer.end_script()
+
+
+class JoinEpochs(Callback):
+    """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
+
+    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
+    batches has made all updates, so its trainable weights and optimizer state, except local variables, are broadcast to
+    all ranks: before the validation of the epoch, and before callbacks read or save the model. (This rank need not be
+    the last to join: with accumulated gradients some batches do not communicate.)
+    """
+
+    def __init__(self, training: DistributedTraining | LocalTraining):
+        super().__init__()
+        self._training = training
+        self._has_joined = True
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._has_joined = False
+
+    def on_test_begin(self, logs: Logs = None) -> None:
+        self._join()  # Keras validates before the epoch ends for callbacks.
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        self._join()
+
+    def _join(self) -> None:
+        if self._has_joined:
+            return
+        self._has_joined = True
+        process_set = self._training.process_set
+        array_ops.join(process_set)
+        calls = array_ops.allgather([self._training.calls], f"{self._training.name}/calls", process_set)
+        variables = [*self.model.trainable_variables, *self._training.variables]
+        ranks = process_set.ranks
+        assert ranks is not None  # The set is registered, since it has joined.
+        most = ranks[int(np.argmax(calls))]  # The first of ranks with as many batches; the root is a rank of the job.
+        broadcast_(self._training.shared(variables), most, f"{self._training.name}/joined", process_set)
 
 
 def digest_of_rows(inputs: object) -> int:

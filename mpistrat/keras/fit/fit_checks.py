@@ -1,9 +1,8 @@
 """FitChecks: checks that all ranks make the same steps and epochs in fit, with compatible callbacks, and stop together.
 
 All ranks exchange a few values when training begins, in the first step of each epoch and when training ends, under one
-name. So a rank that stops alone meets the others' exchange, and every rank raises an error about it. The decisions are
-functions of the values of all ranks, in fit_states.py. Under a strategy, which reduces metrics and ends all ranks' data
-together, the ranks exchange values only when training begins.
+name. So a rank that stops alone meets the others' exchange, and every rank raises an error about it. Under a strategy,
+which reduces metrics and ends all ranks' data together, the ranks exchange values only when training begins.
 
 In the first step of an epoch the ranks compare their learning rates, and digests of the weights if the first reductions
 cannot compare the weights. At the end of an epoch the ranks compare the weights and the state of the optimizers.
@@ -13,13 +12,14 @@ ChecksWithinEpochs makes this comparison within an epoch.
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from ...api import array_ops, runtime
 from ...core.errors import CollectiveError, MismatchError
-from ...core.topology import rank_list
+from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.bridge.types import Variable
 from ...tensorflow.consistency import (
     describe_weights,
@@ -28,34 +28,200 @@ from ...tensorflow.consistency import (
     require_equal_weights,
     warn_of_equal_data,
 )
-from ...tensorflow.kerases import IdentitySet, is_of_keras, label_of
-from ..bridge.adapted import Adapted, adapted_in, problem_of_adapted
-from ..bridge.metric_means import AverageMetrics
+from ...tensorflow.kerases import KERASES, IdentitySet, is_of_keras, label_of, package_of
+from ..bridge.compared import Adapted, adapted_in, different_rate, problem_of_adapted, rates_of, require_equal_rates
+from ..bridge.measures import AverageMetrics
 from ..bridge.private_names import Callback, Logs, all_layers, weights_of
-from ..bridge.rates import rates_of, require_equal_rates
-from ..bridge.running_statistics import AverageStatistics, schedules_of
-from ..bridge.training import StrategyTraining, Training
-from ..callbacks import BroadcastGlobalVariablesCallback
-from .fit_states import (
-    COLLECTIVE,
-    Begin,
-    Progress,
-    State,
-    Step,
-    have_same_rows,
-    is_users,
-    problem_at_begin,
-    problem_between_epochs,
-    problem_of_rates,
-    readers,
-    reads_logs,
-    setters,
-    setters_on_some,
-)
-from .join_epochs import use_longest_epoch
-from .written_once import assign_roles, entry_of, require_backups
+from ..bridge.training import AverageStatistics, SaveSchedule, StrategyTraining, Training, schedules_of, step_values_of
+from ..callbacks import BroadcastGlobalVariablesCallback, LearningRateScheduleCallback, MetricAverageCallback
+from ..local_sgd import problem_of_settings
+from .written_once import Entry, assign_roles, entry_of, require_backups
 
 logger = logging.getLogger(__name__)
+
+# -- the values that the ranks exchange, and the decisions on the values of all ranks: pure ----------------------------
+#
+# The ranks may have different callbacks, for example a ModelCheckpoint on rank 0 only.
+
+# These callbacks communicate, so all ranks must have them.
+COLLECTIVE = (BroadcastGlobalVariablesCallback, MetricAverageCallback)
+# These have a method that runs after a batch, but it ignores the logs or only displays them.
+_READ_NO_LOGS = ("ProgbarLogger", "History", "BackupAndRestore")
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The state of one rank when fit begins."""
+
+    steps: int | None  # Steps of an epoch; None if Keras does not know
+    epochs: int | None  # The number of the last epoch; None if Keras does not know
+    weights: int  # The number of weights that the model has so far
+    collective: tuple[str, ...]  # The classes of callbacks that communicate
+    readers: tuple[str, ...]  # The classes of callbacks that decide by metrics which are not averaged
+    averages_statistics: bool  # Whether fit averages the running statistics
+    joins: bool = False  # Whether ranks with fewer steps join at the end of each epoch
+    # Whether gradients are accumulated, so that ranks with different numbers of steps may make as many updates.
+    accumulates: bool = False
+    compares_weights: bool = False  # Whether fit compares weights in its first steps, instead of the reductions
+    saves: tuple[SaveSchedule, ...] = ()  # When callbacks save the model within an epoch
+    adapted: tuple[Adapted, ...] = ()  # The state that layers of the model and of tf.data pipelines have learned
+    # Whether the model has local variables. Ranks may have different learned states for the layers of these.
+    has_local: bool = False
+    entries: tuple[Entry, ...] = ()  # The callbacks, as ranks that write files compare them
+    # Whether a callback may read the logs of a batch, so that a strategy must reduce the logs. For a strategy only.
+    reads_logs: bool = False
+    # The optimizers' rates, with labels. For a strategy only; without a strategy the first step compares them.
+    rates: tuple[tuple[str, float], ...] = ()
+    total: bytes = b""  # A digest of the weights. For a strategy only.
+    settings: str = ""  # How the ranks average their weights; "" if the weights are the same in every step
+
+    def __str__(self) -> str:
+        return "begin to train"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one rank has come, recorded between two epochs."""
+
+    epochs: int  # The number of finished epochs, including the epochs before initial_epoch
+    has_ended: bool = False  # Whether the rank ends training here
+    cause: str = ""  # The reason, if a callback has stopped the rank
+
+    def __str__(self) -> str:
+        return f"ended training after epoch {self.epochs}{self.cause}" if self.has_ended \
+            else f"go on to epoch {self.epochs + 1}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The place of one rank before one of the first steps of an epoch."""
+
+    epochs: int  # The number of finished epochs
+    step: int  # The number of the step in the epoch, from 1
+    # The digest of each weight that is trained; () before the weights exist, or if they are not compared.
+    weights: tuple[bytes, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()  # The optimizers' rates, with labels
+    setters: tuple[str, ...] = ()  # The classes of callbacks that may set a learning rate
+
+    def __str__(self) -> str:
+        epoch = self.epochs + 1
+        return f"begin step {self.step} of epoch {epoch}" if self.step > 1 else f"go on to epoch {epoch}"
+
+
+State = Begin | Progress | Step
+
+
+def readers(callbacks: Sequence[Callback]) -> list[str]:
+    """Return the classes of callbacks that decide by metrics, and come before any MetricAverageCallback."""
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, MetricAverageCallback):
+            break
+        if is_of_keras(callback, "EarlyStopping", "ReduceLROnPlateau") or (
+                is_of_keras(callback, "ModelCheckpoint") and callback.save_best_only):
+            found.append(type(callback).__name__)
+    return found
+
+
+def reads_logs(callback: Callback) -> bool:
+    """Whether a callback may read the logs of a batch."""
+    if is_of_keras(callback, *_READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
+        return False
+    if is_of_keras(callback, "TensorBoard"):
+        return callback.update_freq != "epoch"
+    if type(callback).__module__.startswith("mpistrat."):
+        return is_of_keras(callback, "ModelCheckpoint")  # No other callback of mpistrat reads logs.
+    return not all(getattr(getattr(callback, name), "_is_default", False)
+                   for name in ("on_batch_end", "on_train_batch_end", "on_test_batch_end"))
+
+
+def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
+    """Return the classes of callbacks that set learning rates, and of user-defined callbacks, which may set them."""
+    return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, LearningRateScheduleCallback)
+                         or is_of_keras(c, "LearningRateScheduler", "ReduceLROnPlateau") or is_users(c)}))
+
+
+def is_users(callback: Callback) -> bool:
+    """Whether the class of a callback is neither Keras' nor mpistrat's."""
+    return package_of(type(callback)) not in (*KERASES, "mpistrat")
+
+
+def setters_on_some(steps: Sequence[Step]) -> str:
+    """Return a message on callbacks that may set a learning rate and that only some ranks have; "" if none."""
+    some = {name: where for name in sorted({name for step in steps for name in step.setters})
+            if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
+    return " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
+                    for name, where in some.items())
+
+
+def problem_of_rates(steps: Sequence[Step]) -> str:
+    """Return a message on the rate of the optimizers that differs between the ranks, with advice; "" if none."""
+    if len({len(step.rates) for step in steps}) > 1:
+        return ""
+    different = different_rate([step.rates for step in steps])
+    if not different:
+        return ""
+    advice = setters_on_some(steps) or (
+        "Compute the rate from values that are equal on all ranks, not from rank() or this rank's rows. Give all ranks "
+        "the same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
+    return f"{different} {advice}"
+
+
+def problem_at_begin(begins: Sequence[Begin]) -> str:
+    """Return a message on what differs between the ranks when fit begins, with advice; "" if nothing differs."""
+    if problem := problem_of_settings([begin.settings for begin in begins]):
+        return problem
+    if len({begin.joins for begin in begins}) > 1:
+        return f"only some ranks pass uneven='join': {_by_rank(begins, 'joins')}. Pass the same value on all ranks."
+    steps = {begin.steps for begin in begins if begin.steps is not None}
+    if len(steps) > 1 and not begins[0].joins:
+        return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. Ranks with more "
+                "steps would wait for gradients of the others. Give each rank the same number of rows: x, y = "
+                f"hvd.shard(x, y) for arrays, dataset.take({min(steps)}), or steps_per_epoch={min(steps)}. Or let the "
+                'ranks with fewer steps wait at the end of each epoch: DistributedOptimizer(..., uneven="join").')
+    if len({begin.epochs for begin in begins} - {None}) > 1:
+        return (f"the ranks have different numbers of epochs: {_by_rank(begins, 'epochs')}. Give epochs= the same "
+                "value on all ranks.")
+    for cls in COLLECTIVE:
+        having = [rank for rank, begin in enumerate(begins) if cls.__name__ in begin.collective]
+        if 0 < len(having) < len(begins):
+            return (f"only ranks {rank_list(having)} have a {cls.__name__}, which communicates. Give it to the "
+                    "callbacks of all ranks.")
+    if BroadcastGlobalVariablesCallback.__name__ in begins[0].collective and len({b.weights for b in begins}) > 1:
+        return (f"the ranks' models have different numbers of weights: {_by_rank(begins, 'weights')}. "
+                "BroadcastGlobalVariablesCallback broadcasts the weights that exist. A model without an Input layer is "
+                "built by its first call. Build the model on all ranks, or on none.")
+    if len({begin.averages_statistics for begin in begins}) > 1:
+        return ("the ranks disagree on DistributedOptimizer(average_statistics=): "
+                f"{_by_rank(begins, 'averages_statistics')}. Pass the same value on all ranks.")
+    return ""
+
+
+def _by_rank(begins: Sequence[Begin], name: str) -> str:
+    values = [getattr(begin, name) for begin in begins]
+    return describe_by_rank(["unknown" if value is None else value for value in values])
+
+
+def problem_between_epochs(states: Sequence[State]) -> str:
+    """Return the error message if ranks are at different places in fit; "" otherwise."""
+    if len({(type(s), getattr(s, "epochs", 0), getattr(s, "step", 0), getattr(s, "has_ended", False))
+            for s in states}) == 1:
+        return ""
+    if any(isinstance(state, Progress) and state.cause for state in states):
+        advice = ("A rank that stops alone leaves the others without its gradients. Give all ranks the same callbacks, "
+                  "with hvd.callbacks.MetricAverageCallback() before the callbacks that read metrics, so that all "
+                  "ranks read the same metrics.")
+    else:
+        advice = "Call fit with the same epochs=, initial_epoch= and callbacks on all ranks."
+    return f"the ranks are at different places: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
+
+
+def have_same_rows(digests: Sequence[int]) -> bool:
+    """Return whether all ranks got the same rows, by their digests of some rows. A digest of 0 is not compared."""
+    return len(digests) > 1 and digests[0] != 0 and len(set(digests)) == 1
+
+
+# -- the callbacks that exchange and compare ---------------------------------------------------------------------------
 
 _COMPARED_STEPS = 3  # The model may have no weights yet in the first step.
 _FIRST_BATCHES = 10  # after which fit compares weights for the first time
@@ -64,14 +230,9 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
-    Args:
-        training: The training of the model.
-        callbacks: The callbacks of fit on this rank.
-        wrapped: The callbacks that replace `callbacks` in fit.
-        rows: A digest of some rows of the arrays that fit got; 0 for other inputs.
-        statistics: Gets the schedules of all ranks' callbacks that save the model within an epoch.
-        averages: Gets the names of all ranks' callbacks that read metrics.
-        layers: The layers that the pipelines of the input call.
+    `wrapped` replace `callbacks` in fit. `rows` is a digest of some rows of the arrays that fit got; 0 for other
+    inputs. `statistics` gets the schedules of all ranks' callbacks that save the model within an epoch, and `averages`
+    the names of their callbacks that read metrics. The pipelines of the input call `layers`.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
@@ -80,12 +241,12 @@ class FitChecks(Callback):
                  statistics: AverageStatistics | None, averages: AverageMetrics,
                  layers: Sequence[keras.layers.Layer]):
         super().__init__()
-        self._layers, self._wrapped = layers, wrapped
+        self._layers, self._wrapped, self._averages = layers, wrapped, averages
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set = training.name, training.process_set
+        self._broadcasts = [each for each in callbacks if isinstance(each, BroadcastGlobalVariablesCallback)]
         self._is_checked = runtime.current().settings.is_checked
         self._names_steps = self._compares_rates = False
-        self._averages = averages
         self._weights_to_compare = 0  # the number of steps in which to compare weights
         self._suspects = ""  # a sentence on callbacks that only some ranks have
         self._differed: set[str] = set()  # the kinds of values that differed in the latest comparison
@@ -107,20 +268,24 @@ class FitChecks(Callback):
                               "callbacks of all ranks.") from error
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
-            training.begin(max(rows for _, rows, _ in marks), any(begin.reads_logs for begin in begins))
+            training.has_begun, values = True, step_values_of(self.model)
+            values.train_rows = max(1, *(rows for _, rows, _ in marks))
+            values.reads_logs = any(begin.reads_logs for begin in begins)
         if self._statistics is not None and not self._training.joins:
             self._statistics.schedules = [schedule for begin in begins for schedule in begin.saves]
         if self._is_checked:
             self._check_begin(begins, [digest for digest, *_ in marks])
-        if self._training.joins:
-            use_longest_epoch(self._callbacks, [begin.steps for begin in begins])
         self._averages.begin([begin.readers for begin in begins])
         entries = [begin.entries for begin in begins]
         require_backups(entries, training)
         assign_roles(self._wrapped, entries, training)
+        known = [begin.steps for begin in begins if begin.steps is not None]
         for callback in self._callbacks:
-            if isinstance(callback, BroadcastGlobalVariablesCallback):
-                callback.first_steps = training.first_steps
+            if training.joins and known and isinstance(callback, LearningRateScheduleCallback):
+                # So that all ranks have equal rates: the steps per epoch of the rank with the most batches.
+                callback.steps_per_epoch = callback.steps_per_epoch or max(known)
+        for broadcast in self._broadcasts:
+            broadcast.first_steps = training.first_steps
 
     def _begin(self) -> Begin:
         """Return the state of this rank."""
@@ -132,12 +297,16 @@ class FitChecks(Callback):
             return Begin(None, params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
                          total=hashlib.blake2b(total, digest_size=8).digest())
+        adapted: tuple[Adapted, ...] = ()
+        if self._is_checked:
+            layers = IdentitySet(all_layers(self.model))
+            adapted = adapted_in(layers, bool(self._broadcasts)) \
+                + adapted_in([each for each in self._layers if each not in layers], False)
         return Begin(
             params.get("steps"), params.get("epochs"), len(weights_of(self.model)),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
-            training.leaves_weights_uncompared, saves, self._adapted() if self._is_checked else (), training.has_local,
-            entries, settings=training.settings)
+            training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
@@ -166,99 +335,21 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit. If all ranks have steps, the first checks.
-        """
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit. Otherwise the first step checks it."""
         if self._is_checked and self._training.joins:
-            self._require_together(Progress(epoch))  # Also in the first: initial_epoch may differ.
+            self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when the ranks train different weights, or with different rates."""
-        if self._is_checked and (self._weights_to_compare or self._compares_rates):
-            self._compare(batch)
+        """Raises MismatchError on every rank, if weights or rates differ before two steps.
 
-    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._batches = batch + 1
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on."""
-        self._epochs = epoch + 1
-        if self._is_checked:
-            self._check_end()
-
-    def _check_end(self) -> None:
-        """Raise an error if the ranks end this epoch differently, or with different weights."""
-        is_within = self._batches < ((self.params or {}).get("steps") or 0)
-        if self._names_steps:
-            self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
-        elif self.model.stop_training and is_within and not self._training.joins \
-                and not self._training.is_under_strategy:  # The others go on without a rank that joins.
-            self._require_ended(f"stopped within epoch {self._epochs}")
-        for first_steps in self._training.first_steps:
-            first_steps.conclude()  # Its error says more about weights that were never equal.
-        self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
-
-    def on_train_end(self, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
-        if self._is_checked and not self._training.is_under_strategy:
-            self._require_together(Progress(self._epochs or 0, True, self._cause()))
-
-    def require_equal_weights(self, place: str) -> None:
-        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
-
-        Args:
-            place: The time of the comparison, for messages, such as "fit: at the end of epoch 3".
-
-        Raises:
-            MismatchError: On every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort.
+        A broadcast may follow the first step.
         """
-        training = self._training
-        own = IdentitySet(v for c in self._callbacks if isinstance(c, BroadcastGlobalVariablesCallback)
-                          for v in c.local)
-        rates = rates_of(training.parts) if training.is_under_strategy else ()
-
-        def compare_rates() -> None:
-            require_equal_rates(array_ops.allgather_object(rates, f"{self._name}/rates", self._process_set),
-                                      place)
-
-        suspects = " ".join(filter(None, (self._suspects, training.undistributed)))
-        require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
-                              self._process_set, suspects, training.causes, runtime.current().settings.check_action,
-                              (repr(rates).encode(), compare_rates))
-
-    def _adapted(self) -> tuple[Adapted, ...]:
-        """Return the state of the layers that learn by adapt()."""
-        layers = IdentitySet(all_layers(self.model))
-        is_broadcast = any(isinstance(callback, BroadcastGlobalVariablesCallback) for callback in self._callbacks)
-        return adapted_in(layers, is_broadcast) + adapted_in([e for e in self._layers if e not in layers], False)
-
-    def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
-        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange."""
-        states: list[Any]
-        states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
-        if len(set(map(type, states))) > 1:
-            raise MismatchError(f"fit{self._numbering()}: {problem_between_epochs(states)}")
-        return states, of_ranks
-
-    def _numbering(self) -> str:
-        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
-        return "" if self._process_set.process_set_id == 0 else \
-            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
-
-    def _require_together(self, state: Progress | Step) -> list[Any]:
-        """Return the states of all ranks, like _exchange. Raises MismatchError if the ranks' places in fit differ."""
-        states, _ = self._exchange(state)
-        problem = problem_between_epochs(states)
-        if problem:
-            raise MismatchError(f"fit{self._numbering()}: {problem}")
-        return states
-
-    def _compare(self, batch: int) -> None:
-        """Raise MismatchError if weights or rates differ before two steps; a broadcast may follow the first step."""
+        if not self._is_checked or not (self._weights_to_compare or self._compares_rates):
+            return
         variables = self._trained() if self._weights_to_compare and self._training.is_synchronised else []
-        states: list[Step] = self._require_together(
-            Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
-                 rates_of(self._training.parts), setters(self._callbacks)))
+        states, _ = self._exchange(Step(self._epochs or 0, batch + 1, tuple(digests_of_weights(variables)),
+                                        rates_of(self._training.parts), setters(self._callbacks)))
         problems = {}
         if self._weights_to_compare:
             self._weights_to_compare -= 1
@@ -278,6 +369,64 @@ class FitChecks(Callback):
         self._differed, self._compares_rates = set(problems), bool(rates)
         # This sentence has ranks of the process set, and the sentence on the weights has ranks of the job.
         self._suspects = setters_on_some(states) if self._process_set.process_set_id == 0 else ""
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._batches = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, if the ranks have different weights.
+
+        Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on.
+        """
+        self._epochs = epoch + 1
+        if not self._is_checked:
+            return
+        is_within = self._batches < ((self.params or {}).get("steps") or 0)
+        if self._names_steps:
+            self._require_ended(f"ended epoch {self._epochs} after {self._batches} steps")
+        elif self.model.stop_training and is_within and not self._training.joins \
+                and not self._training.is_under_strategy:  # The others go on without a rank that joins.
+            self._require_ended(f"stopped within epoch {self._epochs}")
+        for first_steps in self._training.first_steps:
+            first_steps.conclude()  # Its error says more about weights that were never equal.
+        self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
+        if self._is_checked and not self._training.is_under_strategy:
+            self._exchange(Progress(self._epochs or 0, True, self._cause()))
+
+    def require_equal_weights(self, place: str) -> None:
+        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
+
+        Raises MismatchError on every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort. `place` is the time,
+        for messages, such as "fit: at the end of epoch 3".
+        """
+        training = self._training
+        own = IdentitySet(variable for broadcast in self._broadcasts for variable in broadcast.local)
+        rates = rates_of(training.parts) if training.is_under_strategy else ()
+        suspects = " ".join(filter(None, (self._suspects, training.undistributed)))
+        require_equal_weights([v for v in training.compared() if v not in own], f"{self._name}/weights", place,
+                              self._process_set, suspects, training.causes, runtime.current().settings.check_action,
+                              (repr(rates).encode(), lambda: require_equal_rates(array_ops.allgather_object(
+                                  rates, f"{self._name}/rates", self._process_set), place)))
+
+    def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
+        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange.
+
+        Raises MismatchError if the ranks' places in fit differ. (problem_at_begin compares the places in a Begin.)
+        """
+        states: list[Any]
+        states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
+        are_begins = all(isinstance(each, Begin) for each in states)
+        if not are_begins and (problem := problem_between_epochs(states)):
+            raise MismatchError(f"fit{self._numbering()}: {problem}")
+        return states, of_ranks
+
+    def _numbering(self) -> str:
+        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
+        return "" if self._process_set.process_set_id == 0 else \
+            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
     def _require_ended(self, progress: str) -> None:
         """Wait until all ranks have ended this epoch after the same batch. Ranks that go on wait for gradients.
@@ -308,12 +457,8 @@ class ChecksWithinEpochs(Callback):
 
     So weights that drift apart are found within an epoch, and after ten batches if they drift from the beginning. fit
     adds this callback. With steps_per_execution `check` is called before the next execution. It is not called after a
-    batch, because Keras may call callbacks in another thread then, while the next step runs.
-
-    Args:
-        check: A function of the place for messages, such as "fit: before batch 1001 of epoch 3".
-        every: The number of batches.
-        training: If its ranks train local weights, `check` waits for a batch before which all ranks have the same.
+    batch, because Keras may call callbacks in another thread then, while the next step runs. If the ranks of `training`
+    train local weights, `check` waits for a batch before which all ranks have the same.
     """
 
     def __init__(self, check: Callable[[str], None], every: int, training: Training):

@@ -6,7 +6,7 @@ callbacks in the same order. Otherwise waiting could be a deadlock, and the rank
 When they wait, the other ranks also get the state of the callback: its counts and its best metric.
 
 Only callbacks of Keras' own classes run on one rank. A derived class may call collectives, so it runs on all ranks, and
-whole_files.py keeps its models whole. `role_of` is pure.
+sharded_optimizer.py keeps its models whole. `role_of` is pure.
 """
 
 import contextlib
@@ -56,24 +56,19 @@ class Role:
     meets: bool  # Whether all ranks wait for the ranks that run it
 
 
-def is_backup(entry: Entry) -> bool:
-    return entry.kind == _BACKUP
-
-
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
     """Return the role of `rank` for `entry`, given each rank's callbacks in their order, and each rank's host.
 
-    Raises:
-        MismatchError: All ranks have a BackupAndRestore with one directory, but different orders of callbacks.
+    Raises MismatchError if all ranks have a BackupAndRestore with one directory, but different orders of callbacks.
     """
     # Callbacks that some ranks have more often than others do not communicate.
     common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}
     is_in_order = len({tuple(each for each in of_rank if each in common) for of_rank in entries}) == 1
     # Ranks that restore a backup must all begin where it ends.
     if not entry.path or sum(entry in of_rank for of_rank in entries) == 1 \
-            or (is_backup(entry) and entry not in common):
+            or (entry.kind == _BACKUP and entry not in common):
         return Role(runs=True, meets=False)
-    if is_backup(entry) and not is_in_order:
+    if entry.kind == _BACKUP and not is_in_order:
         raise MismatchError("the ranks have their callbacks in different orders, but a BackupAndRestore needs the same "
                             "order on all ranks. Pass the callbacks in the same order.")
     runs = not any(other == entry and (host_of[before] == host_of[rank] or other.place == entry.place)
@@ -82,15 +77,12 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 
 def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Raise MismatchError on every rank unless all ranks that need a BackupAndRestore of their own have one.
-
-    `entries` are the entries of each rank's callbacks.
-    """
-    backups = [rank for rank, of_rank in enumerate(entries) if any(map(is_backup, of_rank))]
+    """Raise MismatchError on every rank unless all ranks that need a BackupAndRestore of their own have one."""
+    backups = [rank for rank, of_rank in enumerate(entries) if any(entry.kind == _BACKUP for entry in of_rank)]
     if training.is_under_strategy and 0 < len(backups) < len(entries):
         raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, so the others would begin at "
                             "another epoch. Pass BackupAndRestore on all ranks; only rank 0 writes.")
-    if is_keras2(training.model) and any(is_backup(entry) and sum(entry in of_rank for of_rank in entries) > 1
+    if is_keras2(training.model) and any(entry.kind == _BACKUP and sum(entry in of_rank for of_rank in entries) > 1
                                          for entry in entries[0]):
         raise MismatchError("several ranks have a BackupAndRestore with the same directory, but in Keras 2 only the "
                             "rank that restores knows the epoch to go on from. Give each rank another directory: "
@@ -98,11 +90,7 @@ def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> N
 
 
 def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Assign this rank's roles to its callbacks that write files. Local.
-
-    `callbacks` is the result of `written_once`, and `entries` has each rank's entries in their order. Raises
-    MismatchError on every rank, as role_of.
-    """
+    """Assign this rank's roles to the results of `written_once`. Local. Raises MismatchError as role_of."""
     topology = training.process_set.group("fit").topology
     for callback, entry in zip(callbacks, entries[topology.rank], strict=True):
         if isinstance(callback, WrittenOnce):
@@ -110,7 +98,6 @@ def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry
 
 
 def entry_of(callback: Callback, training: Training) -> Entry:
-    """Return the entry of a callback, which the ranks exchange."""
     cls, kind = type(callback), _kind_of(callback)
     if not kind:
         return Entry("" if package_of(cls) in KERASES else f"{cls.__module__}.{cls.__qualname__}")
@@ -178,21 +165,18 @@ class WrittenOnce(Callback):
                 with self._alone():
                     action()
             elif hook not in _MEETINGS and hasattr(self.callback, _SAVE):
-                self._count(action)
+                # Between two meetings without saving, so that this rank counts batches like the writing ranks.
+                setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
+                try:
+                    action()
+                finally:
+                    delattr(self.callback, _SAVE)
         elif hook == "on_train_begin" and is_of_keras(self.callback, _BACKUP):
             self._restore(action)
         else:
             saves = hook == "on_epoch_end" and getattr(self.callback, "save_freq", "") == "epoch"
             with self._training.known_values() if saves else contextlib.nullcontext():
                 self._on_all_ranks(action)
-
-    def _count(self, action: Callable[[], None]) -> None:
-        """Call a hook between two meetings without saving, so that this rank counts batches like the writing ranks."""
-        setattr(self.callback, _SAVE, lambda *args, **kwargs: None)
-        try:
-            action()
-        finally:
-            delattr(self.callback, _SAVE)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this rank writes without the others. With distributed optimizers it always does that."""

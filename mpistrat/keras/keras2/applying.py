@@ -1,4 +1,4 @@
-"""The averaging of gradients in an optimizer of Keras 2. Keras calls these methods. Collective.
+"""The averaging of gradients in an optimizer of Keras 2, and fit of Keras 2. Keras calls these methods. Collective.
 
 Keras 2 optimizers have a method that aggregates gradients, which is called before clipping. A LossScaleOptimizer calls
 the inner optimizer's method before it looks for gradients that are not finite, so that all ranks find the same.
@@ -8,22 +8,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
+import tf_keras
 
 from ...core.errors import InvalidRequestError
 from ...tensorflow.bridge.types import OptionalGradient
-from ..bridge.nested_optimizers import passes_on
-from ..sharded.optimizer_state import OptimizerState
-from . import fit  # noqa: F401  # It registers what it replaces.
+from ..bridge.patches import replaces
+from ..bridge.private_names import passes_on
+from ..fit import fit_callbacks
+from ..sharded.shard_state import OptimizerState
+
+# Applied with the first DistributedOptimizer of an optimizer of Keras 2, which imports this module.
+replaces(tf_keras.Model, "fit", "the ranks would not be compared, nor their running statistics averaged",
+         "callbacks.on_train_begin()")(fit_callbacks.fit)
 
 Pairs = list[tuple[OptionalGradient, tf.Variable]]
 
 
 def applying_of(original: type) -> type:
-    """Return the mix-in for the distributed class of a class of optimizers.
-
-    Raises:
-        InvalidRequestError: The class has none of Keras' methods that aggregate gradients.
-    """
+    """Return the mix-in for a class of optimizers. Raises InvalidRequestError if it has no method that aggregates."""
     if passes_on(original):
         return ApplyingScaled
     if hasattr(original, "aggregate_gradients"):
@@ -110,7 +112,6 @@ class Applying(_Accumulating):
     """A mix-in before the class of an optimizer of tf_keras.optimizers."""
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
-        """Return the gradients averaged over the ranks. Collective."""
         pairs = self._mpistrat_averaged(grads_and_vars)
         return super().aggregate_gradients(pairs) if tf.distribute.has_strategy() else pairs  # type: ignore[misc]
 

@@ -1,1 +1,1 @@
-"""DistributedOptimizer and DistributedModel: the classes of optimizers, and the functions that go with them."""
+"""DistributedOptimizer: the classes of distributed optimizers, and the functions that go with them."""

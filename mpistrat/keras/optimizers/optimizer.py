@@ -4,39 +4,43 @@ For users; wrapping is local, and applying gradients is collective.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
+import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
 from ...api.process_sets import ProcessSet, global_process_set, resolved
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...core.request import Average, ReduceOp, Sum
+from ...tensorflow import gradients, ops
 from ...tensorflow.bridge import names
-from ...tensorflow.bridge.types import Variable
+from ...tensorflow.bridge.types import OptionalGradient, Reducible, Tensor, Variable
 from ...tensorflow.compression import Compression, Compressor
-from ...tensorflow.gradients import (
-    GradientGroups,
-    GradientOptions,
-    GradientReducer,
-    Groups,
-    Layer,
-    register_local_layers,
+from ...tensorflow.gradients import indices_of
+from ...tensorflow.kerases import (
+    accumulated_passes,
+    is_accumulator,
+    is_built,
+    is_keras2,
+    is_keras2_in_use,
+    is_optimizer,
+    steps_of,
 )
-from ...tensorflow.kerases import accumulated_passes, is_accumulator, is_built, is_keras2, is_optimizer, steps_of
-from .. import xla  # noqa: F401  # They register what they replace.
-from ..bridge import patches  # They register what they replace.
-from ..bridge.nested_optimizers import distributed_in, parts_of, passes_on
+from ...tensorflow.list_ops import as_tensor, with_unique_rows
+from ...tensorflow.xla.context import is_compiled
+from .. import clone
+from ..bridge import patches
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import serialise_as, trained_by
-from ..clone import Again, again_of, copy_of, distributed_when_loaded, keep_marks, marked, original_class, sharing
+from ..bridge.private_names import distributed_in, parts_of, passes_on, serialise_as, trained_by
 from ..fit import fit_callbacks  # noqa: F401
-from ..sharded.optimizer_state import Arguments, OptimizerState
+from ..sharded.shard_state import Arguments, OptimizerState
 from ..sharded.sharded_optimizer import Sharded, require_shardable, whole_state
-from . import scatter, whole_files  # noqa: F401  # They register what they replace.
-from .applying import Applying, require_hooks
 
+logger = logging.getLogger(__name__)
 _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
@@ -52,34 +56,31 @@ class _Distributed:
 
     def get_config(self) -> dict[str, Any]:
         """Return the original class' configuration. In this process `from_config` makes a distributed optimizer."""
-        return marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
+        return clone.marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
         """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
 
-        Raises:
-            InvalidRequestError: `config` comes from a file or from an optimizer that is not distributed, and does not
-                say how gradients are averaged.
+        Raises InvalidRequestError if `config` comes from a file or from an optimizer that is not distributed.
         """
-        if again_of(config) is None:
+        if clone.again_of(config) is None:
             raise InvalidRequestError(
                 "this configuration does not say how gradients are averaged, since it comes from a file or from an "
                 "optimizer that is not distributed. Write "
                 f"hvd.DistributedOptimizer(keras.optimizers.{cls.__name__}.from_config(config)).")
-        return original_class(cls).from_config(config, **arguments)
+        return clone.original_class(cls).from_config(config, **arguments)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Make pickle and copy return a distributed copy."""
         how: Any = super().__reduce_ex__(protocol)
-        return distributed_when_loaded(self, how)
+        return clone.distributed_when_loaded(self, how)
 
-    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> Again:
+    def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
         """Return a function that applies DistributedOptimizer to a copy, with the arguments of this optimizer.
 
-        Args:
-            is_in_process: The copy stays in this process; pickle cannot copy a process set.
-            is_whole: False if the copy is one of several optimizers in another optimizer (MultiOptimizer).
+        `is_in_process`: The copy stays in this process; pickle cannot copy a process set. `is_whole` is False if the
+        copy is one of several optimizers in another optimizer (MultiOptimizer).
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -96,7 +97,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                         num_groups: int = 0, groups: Groups = None,
+                         num_groups: int = 0, groups: gradients.Groups = None,
                          process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, average_statistics: bool = True,
                          uneven: str = "error", use_locking: bool = False, check_weights: bool = True,
@@ -114,8 +115,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. An optimizer of
             Keras 2 (tf_keras) that is built shares its variables with the new optimizer.
         name: The name of the new optimizer; default: the name of `optimizer`.
-        device_dense: Accepted for compatibility with Horovod, ignored.
-        device_sparse: Accepted for compatibility with Horovod, ignored.
+        device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         gradient_predivide_factor: Splits the division by the number of ranks N. Gradients are divided by this factor
@@ -162,7 +162,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     if shard_state:
         require_shardable(optimizer, uneven)
     own_name = names.OptimizerName(process_set.process_set_id or 0)
-    options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
+    options = gradients.GradientOptions(compression, sparse_as_dense, gradients.GradientGroups(groups, num_groups))
     its = Arguments(own_name, factor, options, op, gradient_predivide_factor,
                     None if process_set is global_process_set else process_set, scale_local_gradients,
                     average_statistics, uneven, check_weights, shard_state, backward_passes_per_step)
@@ -202,8 +202,8 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                                 gradient_predivide_factor: float = 1.0, op: ReduceOp = Average,
                                 backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
-                                groups: Groups = None, process_set: ProcessSet = global_process_set,
-                                local_layers: Layer | Sequence[Layer] | None = None,
+                                groups: gradients.Groups = None, process_set: ProcessSet = global_process_set,
+                                local_layers: gradients.Layer | Sequence[gradients.Layer] | None = None,
                                 scale_local_gradients: bool = True, uneven: str = "error",
                                 average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
     """Return a DistributedOptimizer that averages neither gradients nor running statistics of the local layers.
@@ -225,7 +225,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
         backward_passes_per_step, average_aggregated_gradients, groups=groups, process_set=process_set,
         scale_local_gradients=scale_local_gradients, average_statistics=average_statistics, uneven=uneven,
         check_weights=check_weights)
-    register_local_layers(local_layers, distributed.register_local_var)
+    gradients.register_local_layers(local_layers, distributed.register_local_var)
     return distributed
 
 
@@ -236,8 +236,8 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     `its` must be valid arguments. `passes` multiplies the number of passes that the original accumulates.
     """
     process_set = resolved(its.process_set)
-    reducer = GradientReducer(name, its.options, its.op, its.gradient_predivide_factor, its.scale_local_gradients,
-                              process_set)
+    reducer = gradients.GradientReducer(name, its.options, its.op, its.gradient_predivide_factor,
+                                        its.scale_local_gradients, process_set)
     distributed = _copy_or_share(optimizer, changes, its.shard_state)
     reducer.checks_weights = its.check_weights
     reducer.changes_early = any(
@@ -247,7 +247,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
     if is_keras2(optimizer):
         vars(distributed).update(gradient_accumulation_steps=its.passes, _accumulated_gradients=[])
     _take_over(distributed, optimizer, passes)
-    keep_marks(original_class(type(optimizer)))
+    clone.keep_marks(clone.original_class(type(optimizer)))
     patches.apply()
     return distributed
 
@@ -272,8 +272,14 @@ def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_shard
 
     A built optimizer of Keras 2 shares its variables: it does not keep the weights, so new variables cannot be built.
     """
-    make = sharing if is_keras2(optimizer) and is_built(optimizer) else copy_of
-    return make(optimizer, _distributed_class(type(optimizer), is_sharded), changes)
+    original = clone.original_class(type(optimizer))
+    applying: type = Applying
+    if is_keras2(original):
+        from ..keras2.applying import applying_of  # It imports tf_keras.
+        applying = applying_of(original)
+    cls = class_with((*((Sharded,) if is_sharded else ()), _Distributed, applying), original)
+    make = clone.sharing if is_keras2(optimizer) and is_built(optimizer) else clone.copy_of
+    return make(optimizer, cls, changes)
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
@@ -294,8 +300,12 @@ def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
 
 def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if not is_optimizer(optimizer):
+        is_of_tf1 = issubclass(optimizer if isinstance(optimizer, type) else type(optimizer),
+                               tf.compat.v1.train.Optimizer)
+        advice = (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
+                  "its gradients with mpistrat.tensorflow.DistributedGradientTape.") if is_of_tf1 else ""
         raise InvalidRequestError("DistributedOptimizer takes a Keras optimizer, for example "
-                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{_advice(optimizer)}")
+                                  f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
     if distributed_in(optimizer) and not (isinstance(optimizer, _Distributed) and optimizer._mpistrat.is_copy):
         raise InvalidRequestError("the optimizer is distributed already; its gradients would be averaged twice. "
@@ -313,21 +323,6 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "gradient_accumulation_steps to the Keras optimizer, not both.")
 
 
-def _advice(optimizer: object) -> str:
-    """Return advice for the end of a message if `optimizer` is one of TensorFlow 1, and "" otherwise."""
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(cls, tf.compat.v1.train.Optimizer):
-        return (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
-                "its gradients with mpistrat.tensorflow.DistributedGradientTape.")
-    return ""
-
-
-def _distributed_class(original: type[Optimizer], is_sharded: bool = False) -> type[Optimizer]:
-    """The distributed subclass of the class of an optimizer or of a copy."""
-    original = original_class(original)
-    return class_with((*((Sharded,) if is_sharded else ()), _Distributed, _applying(original)), original)
-
-
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
     """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
     if (original, mix_ins) not in _classes:
@@ -337,12 +332,113 @@ def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Opt
     return _classes[original, mix_ins]
 
 
-def _applying(original: type[Optimizer]) -> type:
-    """The base of a distributed class that has the methods which reduce gradients."""
-    if not is_keras2(original):
-        return Applying
-    from ..keras2.applying import applying_of  # It imports tf_keras.
-    return applying_of(original)
+# -- the averaging of gradients in an optimizer of Keras 3. Keras calls these methods. Collective ----------------------
+#
+# For Keras 2 see mpistrat/keras/keras2/applying.py.
+
+# Private methods that Keras calls while it applies gradients. These methods reduce accumulated gradients.
+_HOOKS = ("_backend_apply_gradients", "_clip_gradients")
+_CLIPS_BEFORE = "this Keras clips gradients before it accumulates them"
+
+
+class Applying:
+    """A mix-in before a Keras optimizer's class that reduces gradients before Keras uses them.
+
+    With gradient accumulation it reduces the sum over the steps once per update, not the gradient of each step.
+    With and without accumulation Keras clips after the reduction, so Keras clips the averaged gradient.
+    """
+
+    _mpistrat: OptimizerState
+
+    def apply(self, grads: Iterable[OptionalGradient],
+              trainable_variables: Iterable[keras.Variable] | None = None) -> tf.Tensor | None:
+        """Average the gradients over the ranks, and call the original class' apply with the averages. Collective.
+
+        Raises:
+            MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
+            ValueError: There are more or fewer variables than gradients.
+        """
+        grads = list(grads)
+        given = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
+        variables = trained_by(self) if given is None else given
+        if len(grads) != len(variables):
+            if given is None:
+                return super().apply(grads)  # type: ignore[misc]  # Keras raises the error.
+            raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
+        return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
+
+    def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                        variables: list[keras.Variable]) -> tf.Tensor | None:
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            return self._mpistrat_apply_accumulated(grads, given, variables)
+        return super().apply(self._mpistrat.reducer.reduce(grads, variables), given)  # type: ignore[misc]
+
+    def _mpistrat_apply_accumulated(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
+                                    variables: list[keras.Variable]) -> tf.Tensor | None:
+        self._mpistrat.reducer.require_no_strategy()
+        # Keras assigns some gradients to their variables directly, without a hook.
+        overwritten = indices_of(variables)
+        grads = self._mpistrat.reducer.reduce_overwritten(grads, variables, overwritten)
+        if self._mpistrat.called.issuperset(_HOOKS):
+            return super().apply(grads, given)  # type: ignore[misc]
+        require_hooks(type(self))
+        expected = set(_HOOKS) if any(gradient is not None and i not in overwritten
+                                      for i, gradient in enumerate(grads)) else set()
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if tf.executing_eagerly() and (int(self._iterations) + 1) % steps:  # type: ignore[attr-defined]
+            expected.discard("_clip_gradients")  # This step is no update. In a graph Keras traces both branches.
+        result = super().apply(grads, given)  # type: ignore[misc]
+        if not expected <= self._mpistrat.called:
+            raise _unknown(f"{type(self).__name__}.apply did not call "
+                           f"{', '.join(sorted(expected - self._mpistrat.called))}")
+        return result
+
+    def _backend_apply_gradients(self, grads: Sequence[OptionalGradient],
+                                 trainable_variables: Sequence[keras.Variable]) -> None:
+        # Keras calls this from apply. Keras' method calls _clip_gradients, only in the branch of the update.
+        self._mpistrat.called.add("_backend_apply_gradients")
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            self._mpistrat.accumulating = list(trainable_variables)
+        try:
+            return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        finally:
+            self._mpistrat.accumulating = None
+
+    def _all_reduce_sum_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]
+                                  ) -> list[tuple[OptionalGradient, tf.Variable]]:
+        # Without a strategy Keras' method changes nothing. But the method has a custom gradient, and TensorFlow keeps
+        # the graph of the train step for that gradient until the process ends.
+        if tf.distribute.has_strategy():
+            return super()._all_reduce_sum_gradients(grads_and_vars)  # type: ignore[misc]
+        return list(grads_and_vars)
+
+    def _clip_gradients(self, grads: list[OptionalGradient]) -> list[OptionalGradient]:
+        own = self._mpistrat
+        own.called.add("_clip_gradients")
+        if own.accumulating is not None:
+            grads = own.reducer.reduce(grads, own.accumulating)
+            if own.factor != 1.0:
+                grads = [g if g is None else g * tf.cast(own.factor, g.dtype) for g in grads]
+        elif self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise _unknown(_CLIPS_BEFORE)
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+
+def require_hooks(cls: type) -> None:
+    """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
+    # The mix-ins of a distributed class define the hooks in any case.
+    missing = [name for name in _HOOKS if not hasattr(clone.original_class(cls), name)]
+    if missing:
+        raise _unknown(f"{cls.__name__} has no {', '.join(missing)}")
+    if keras.__version__.startswith(("3.0.", "3.1.", "3.2.", "3.3.", "3.4.")):
+        raise _unknown(_CLIPS_BEFORE)
+
+
+def _unknown(what: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. Leave out "
+        "backward_passes_per_step and gradient_accumulation_steps, or install "
+        "Keras 3.5 or 3.15, with which averaging was tested.")
 
 
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
@@ -353,3 +449,115 @@ def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Te
     finite = original(self, grads)
     states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
     return states[0].reducer.all_true(finite, "finite") if states else finite
+
+
+# -- the rows of tf.IndexedSlices are added in one order, so that repeated rows have one sum on all ranks --------------
+#
+# Keras adds slices to a variable with TensorFlow's ResourceScatterAdd and ResourceScatterSub. On the CPU these use
+# several threads from 1024 rows on, and add rows with the same index in the order of the threads, so ranks with the
+# same slices get different bits. ResourceScatterNdAdd and ResourceScatterNdSub add row after row, and take no longer:
+# https://github.com/tensorflow/tensorflow/tree/v2.21.0/tensorflow/core/kernels (ScatterFunctorBase, ScatterNdFunctor).
+# XLA compiles both to the same code. When Keras makes slices dense, it sums with UnsortedSegmentSum, in which each
+# thread has its own rows of the result.
+#
+# On a GPU all of these operations use atomic additions. There repeated rows are summed before they are added, by
+# UnsortedSegmentSum, which is deterministic with the variable that init() sets (set_cuda_variables). In steps that XLA
+# compiles for a GPU gradients are dense before they are averaged (reduce_gradients). Elsewhere repeated rows are not
+# summed first, because Keras' optimizers square each row, also in one process.
+#
+# Applied with the first DistributedOptimizer, the first MPIStrategy, and the first slices of a DistributedGradientTape.
+
+_REASON = "rows that repeat would have another sum on each rank"
+
+
+@replaces(Optimizer, "assign_add", _REASON, "variable.scatter_add(value)")
+def assign_add(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
+    _add(tf.raw_ops.ResourceScatterNdAdd, original, self, variable, value)
+
+
+@replaces(Optimizer, "assign_sub", _REASON, "variable.scatter_sub(value)")
+def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | tf.Variable, value: object) -> None:
+    _add(tf.raw_ops.ResourceScatterNdSub, original, self, variable, value)
+
+
+def _add(operation: Callable, original: Function, optimizer: Optimizer, variable: keras.Variable | tf.Variable,
+         value: object) -> None:
+    """Scatter slices into a variable by `operation`; other values go to Keras' own function."""
+    if not isinstance(value, tf.IndexedSlices):
+        original(optimizer, variable, value)
+        return
+    resource = variable.value if isinstance(variable, keras.Variable) else variable
+    rows = as_tensor(tf.IndexedSlices(tf.cast(value.values, resource.dtype), value.indices))
+    if _adds_atomically(resource):
+        rows = with_unique_rows(rows)
+    operation(ref=resource.handle, indices=rows.indices[:, tf.newaxis], updates=rows.values)
+
+
+def _adds_atomically(resource: tf.Variable) -> bool:
+    """Return whether TensorFlow adds rows to a variable in any order. If so, repeated rows must be summed first."""
+    return "GPU" in resource.device and not is_compiled()
+
+
+# -- the collectives with Horovod's signatures for Keras scripts, and load_model: for users ----------------------------
+#
+# Each collective passes its arguments on to the function of mpistrat.tensorflow, which has another argument order.
+
+
+def allreduce(value: Reducible, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
+              postscale_factor: float = 1.0, op: ReduceOp | None = None,
+              compression: type[Compressor] = Compression.none) -> Tensor:
+    """Return the reduction of `value` over all ranks, as mpistrat.tensorflow.allreduce does. Collective."""
+    return ops.allreduce(value, average=average, op=op, name=name, prescale_factor=prescale_factor,
+                         postscale_factor=postscale_factor, compression=compression)
+
+
+def allgather(value: Reducible, name: str | None = None) -> tf.Tensor:
+    """Return the values of all ranks, concatenated, as mpistrat.tensorflow.allgather does. Collective."""
+    return ops.allgather(value, name=name)
+
+
+def broadcast(value: Reducible, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """Return root_rank's `value` on every rank, as mpistrat.tensorflow.broadcast does. Collective."""
+    return ops.broadcast(value, root_rank, name=name)
+
+
+def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Average) -> tf.Tensor:
+    """Return this rank's rows of the reduction, as mpistrat.tensorflow.reducescatter does. Collective."""
+    return ops.reducescatter(value, op=op, name=name)
+
+
+def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
+               custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
+               legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
+               **arguments: Any) -> keras.Model:
+    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
+
+    The model is one of Keras 3, or of Keras 2 where tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1).
+
+    Args:
+        filepath: As for keras.models.load_model.
+        custom_optimizers: User-defined optimizer classes that the file refers to.
+        custom_objects: As for keras.models.load_model.
+        compression: One of Compression.
+        legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
+        average_aggregated_gradients: For an optimizer that accumulates gradients. True: an update takes their mean, as
+            in Keras. False: an update takes their sum, as in a DistributedOptimizer with backward_passes_per_step.
+            None: the mean, with a warning, since the file does not say which.
+        arguments: Further arguments of DistributedOptimizer, such as `uneven` or `process_set`, which no file contains.
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    its_keras = tf.keras if is_keras2_in_use() else keras
+    with its_keras.saving.custom_object_scope(objects):
+        model = its_keras.models.load_model(filepath)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None or distributed_in(optimizer):
+            return model
+        clone.replace_optimizer(model, DistributedOptimizer(optimizer, compression=compression, **arguments))
+    steps = accumulated_passes(optimizer)
+    if steps and average_aggregated_gradients is None:
+        logger.warning("the optimizer of %s accumulates the gradients of %d passes, and the file does not say whether "
+                       "an update takes their mean or their sum. Updates take the mean now. Give load_model "
+                       "average_aggregated_gradients=True for the mean, or False for the sum.", filepath, steps)
+    elif steps and not average_aggregated_gradients:
+        model.optimizer._mpistrat.arguments.factor = float(steps)
+    return model

@@ -1,14 +1,18 @@
-"""Parts: one rank's parts of the variables that a sharded optimizer trains, and the exchanges of a step.
+"""The plan of which rank updates which part of each variable, and Parts: the parts of one rank.
+
+As in ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each rank has the optimizer's state for its parts.
 
 A rank updates its parts in separate variables, and all ranks gather the new weights. Whole variables are updated in
 place. The optimizer's own variables for a part have the part's shape, and for a variable without a part on this rank
 no elements. So all ranks have the same number of optimizer variables, in the order of the optimizer without sharding.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, SupportsIndex
 
@@ -17,10 +21,11 @@ import numpy as np
 import tensorflow as tf
 
 from ...core.errors import InvalidRequestError
-from ...core.request import Request, reducescatter_request, specs_of
-from ...core.tuning import SUBMIT_WAIT_BYTES
+from ...core.fusion import buckets_from_last
+from ...core.request import reducescatter_request, specs_of
+from ...core.rows import rows_of_ranks
+from ...core.tuning import BUCKET_BYTES, JOINED_TENSOR_BYTES, SUBMIT_WAIT_BYTES
 from ...tensorflow.async_op import call_site
-from ...tensorflow.async_op.submission import Submitted
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.program_order import HOST
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
@@ -31,7 +36,137 @@ from ...tensorflow.graph.buckets import ReduceSpec, limits_of, submission_order
 from ...tensorflow.kerases import label_of
 from ...tensorflow.list_ops import gather_list, reduce_slices
 from ...tensorflow.xla import context as xla
-from .shard_plan import Part, Planned, plan_of
+
+# -- the plan: the same on all ranks, balanced by bytes. Pure ----------------------------------------------------------
+
+# A matrix is divided between rows if each rank gets at least so many: the gradient of an embedding has only some rows.
+_LEAST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A variable: its shape, its dtype and the bytes of an element."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a flat variable from `start` to `stop` that one rank updates, in rows of `width` elements."""
+
+    start: int
+    stop: int
+    width: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.size,) if self.width == 1 else (self.size // self.width, self.width)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Variables of one dtype, concatenated to one array of a collective."""
+
+    members: tuple[int, ...]  # The indices of the variables
+    sizes: tuple[int, ...]  # The number of elements of each variable
+    width: int  # The number of elements of a row of the array
+    rows: tuple[int, ...]  # The number of rows of each rank, in rank order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.rows),) if self.width == 1 else (sum(self.rows), self.width)
+
+    def parts(self, rank: int) -> list[Part]:
+        """Return a rank's part of each member. A part may be empty."""
+        stop = sum(self.rows[:rank + 1]) * self.width
+        start = stop - self.rows[rank] * self.width
+        found = []
+        for end, size in zip(accumulate(self.sizes), self.sizes, strict=True):
+            first = min(max(start - end + size, 0), size)
+            found.append(Part(first, max(min(stop - end + size, size), first), self.width))
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of the variables among the ranks."""
+
+    # The blocks of each collective, in the order in which the backward pass computes gradients.
+    buckets: tuple[tuple[Block, ...], ...]
+    is_split: bool  # Whether a rank may have a part of a variable; False: whole variables only
+    size: int  # The number of ranks
+
+    def parts(self, rank: int) -> dict[int, Part]:
+        """Return a rank's part of each variable, by the index of the variable."""
+        return {member: part for bucket in self.buckets for block in bucket
+                for member, part in zip(block.members, block.parts(rank), strict=True)}
+
+
+def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequence[int] | None = None,
+            bucket_bytes: int = BUCKET_BYTES, first_bytes: int | None = None,
+            small_bytes: int = JOINED_TENSOR_BYTES, owner: int | None = None) -> Plan:
+    """Divide variables among `size` ranks, from the last variable to the first.
+
+    Args:
+        is_split: True: each rank gets an equal part of each large variable, and of the small variables together. False:
+            variables stay whole. Each, from the largest on, goes to the rank that has the fewest bytes so far.
+        indices: The indices of the variables to divide, in rising order; None: all.
+        bucket_bytes, first_bytes, small_bytes: As in tensorflow/graph/buckets.py.
+        owner: The rank that gets all variables as a whole; None: all ranks get some.
+    """
+    indices = range(len(tensors)) if indices is None else indices
+    groups = buckets_from_last([tensors[index].nbytes for index in indices], bucket_bytes, first_bytes)
+    owners = dict.fromkeys(indices, owner) if owner is not None else \
+        {} if is_split else _owners(tensors, indices, size)
+    return Plan(tuple(tuple(_blocks(tensors, [indices[i] for i in group], size, owners, small_bytes))
+                      for group in groups), is_split, size)
+
+
+def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners: dict[int, int],
+            small_bytes: int) -> list[Block]:
+    joined: dict[str, list[int]] = {}
+    blocks = []
+    for index in group:
+        tensor = tensors[index]
+        if owners or tensor.nbytes < small_bytes:
+            joined.setdefault(tensor.dtype, []).append(index)
+            continue
+        width = tensor.shape[-1] if len(tensor.shape) == 2 and tensor.shape[0] >= _LEAST_ROWS * size else 1
+        blocks.append(Block((index,), (tensor.size,), width, tuple(rows_of_ranks(tensor.size // width, size))))
+    for members in joined.values():
+        if owners:
+            members.sort(key=lambda index: (owners[index], index))
+            rows = [sum(tensors[index].size for index in members if owners[index] == rank) for rank in range(size)]
+        else:
+            rows = rows_of_ranks(sum(tensors[index].size for index in members), size)
+        blocks.append(Block(tuple(members), tuple(tensors[index].size for index in members), 1, tuple(rows)))
+    return blocks
+
+
+def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> dict[int, int]:
+    """Return the rank that owns each whole variable."""
+    loads, owners = [0] * size, {}
+    for index in sorted(indices, key=lambda index: (-tensors[index].nbytes, index)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += tensors[index].nbytes
+    return owners
+
+
+# -- a rank's parts, and the exchanges of a step -----------------------------------------------------------------------
 
 
 class _Noting(list):
@@ -57,16 +192,10 @@ class _Noting(list):
 class Parts:
     """This rank's parts. Not thread-safe, like the optimizer.
 
-    Args:
+    Attributes:
         variables: The variables that the optimizer trains, the same on all ranks.
         reducer: The reducer of the gradients, with a process set of several ranks.
-        is_split: Whether a variable may be divided.
-        owner: The rank that has all parts; None: the parts are divided among the ranks.
-
-    Attributes:
-        variables, reducer: The arguments.
         topology, number: The ranks, and the id of their process set.
-        plan: The division.
         of_index: This rank's part of each variable, by its index in the list.
         shards: For each variable the one that this rank updates: a variable with its part; the variable itself, if this
             rank has the whole or gradients overwrite it (on all ranks); or a variable without elements.
@@ -118,11 +247,7 @@ class Parts:
             self.slots[id(slot)] = index
 
     def index_of(self, variable: Variable) -> int:
-        """Return the index of a variable that the optimizer trains.
-
-        Raises:
-            InvalidRequestError: The optimizer was not built for this variable.
-        """
+        """Return the index of a variable. Raises InvalidRequestError if the optimizer was not built for it."""
         index = self._indices.get(id(variable))
         if index is None:
             raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
@@ -227,7 +352,8 @@ class Parts:
             shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
             is_last = index == order[-1]
-            make = partial(self._request, name, spec)
+            make = partial(lambda name, scaled, arrays: reducescatter_request(
+                name, specs_of(arrays), scaled, process_set=self.number), name, spec.scaled)
             more = [tf.fill([self.topology.size], value) for value in exact] if is_last else []
             sent = cpu.run(name, make, [*compressed.tensors, *more], [*shapes, *(tf.TensorShape([1]) for _ in more)],
                            self.number, cpu.Wait.ALWAYS if is_small and is_last else cpu.Wait.NEVER, spec.observer,
@@ -240,9 +366,6 @@ class Parts:
                 for i, part, value in zip(block.members, parts, flat, strict=True):
                     own.setdefault(i, tf.reshape(value, part.shape))
         return [*(own[i] for i in gradients), *map(tf.squeeze, totals)]
-
-    def _request(self, name: str, spec: ReduceSpec, arrays: Submitted) -> Request:
-        return reducescatter_request(name, specs_of(arrays), spec.scaled, process_set=self.number)
 
     def _own(self, index: int, gradient: Tensor) -> Tensor:
         """This rank's part of a reduced gradient."""

@@ -1,11 +1,12 @@
-"""WholeState: the whole state of a sharded optimizer, for files, on a rank that has gathered or loaded the state.
+"""OptimizerState, and WholeState: the whole state of a sharded optimizer, on a rank that has gathered or loaded it.
 
-The variables have the order of the optimizer without sharding, so a file loads with any number of ranks.
+In WholeState the variables have the order of the optimizer without sharding, so a file loads with any number of ranks.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,9 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from ...api import array_ops
+from ...api.process_sets import ProcessSet
 from ...core.errors import InvalidRequestError
+from ...core.request import ReduceOp
 from ...tensorflow import files
+from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import TensorLike
+from ...tensorflow.gradients import GradientOptions, GradientReducer
 from ...tensorflow.list_ops import broadcast_list, gather_list
 from .parts import Parts
 
@@ -25,12 +30,7 @@ _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkp
 
 
 class WholeState:
-    """The whole state of an optimizer, on ranks that have it. Not thread-safe, like the optimizer.
-
-    Args:
-        parts: This rank's parts.
-        steps: The variable in which the optimizer counts steps.
-    """
+    """The whole state of an optimizer, which counts its `steps`, on ranks that have it. Not thread-safe."""
 
     variables: Sequence[keras.Variable] = ()  # All variables of the optimizer on this rank, once it is built
 
@@ -47,11 +47,7 @@ class WholeState:
 
     @contextmanager
     def showing(self, is_read: bool) -> Iterator[None]:
-        """A context in which `shown` returns the whole state. This rank takes its parts of assigned values. Local.
-
-        Raises:
-            InvalidRequestError: `is_read`, and this rank does not have the whole state.
-        """
+        """A context in which `shown` returns the whole state; see whole_state of sharded_optimizer.py. Local."""
         whole = self._read() if is_read else self._now()
         shown = self._shown = [Shown(v, None if whole is None else whole[i], self) if id(v) in self._parts.slots else v
                                for i, v in enumerate(self.variables)]
@@ -171,12 +167,7 @@ class WholeState:
 
 
 class Shown:
-    """Replaces a variable of a sharded optimizer, with the whole value instead of this rank's part.
-
-    Attributes:
-        path, name: The path and the name of the variable.
-        value: The whole value; None until it is assigned.
-    """
+    """Replaces a variable of a sharded optimizer. `value` is the whole value; None until it is assigned."""
 
     def __init__(self, variable: keras.Variable, value: np.ndarray | None, state: WholeState):
         self.path, self.name, self.value = variable.path, variable.name, value
@@ -191,3 +182,56 @@ class Shown:
     def assign(self, value: TensorLike) -> None:
         self.value = np.array(value)
         self._state.assign(self._variable, self.value)
+
+
+# -- mpistrat's state of any Keras optimizer whose gradients are averaged ----------------------------------------------
+
+
+@dataclass
+class Arguments:
+    """The arguments of DistributedOptimizer that a Keras configuration does not contain. Copies have the same."""
+
+    name: names.OptimizerName  # The prefix of the names of collectives, also of copies
+    factor: float  # The factor for the mean of accumulated gradients
+    options: GradientOptions
+    op: ReduceOp
+    gradient_predivide_factor: float
+    process_set: ProcessSet | None  # None: all ranks
+    scale_local_gradients: bool
+    average_statistics: bool
+    uneven: str
+    check_weights: bool
+    shard_state: bool
+    passes: int  # The number of passes that a Keras 2 optimizer accumulates. Keras 3 has it in the configuration.
+
+
+@dataclass
+class OptimizerState:
+    """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy."""
+
+    class_name: str  # The class of the optimizer
+    reducer_or_none: GradientReducer | None = None  # None: the optimizer cannot train, but be loaded, copied and saved
+    arguments: Arguments | None = None  # The arguments of a distributed optimizer
+    is_copy: bool = False  # Whether Keras has made the optimizer from the original
+    # This rank's parts of the variables, and the whole state, if the state is divided among the ranks.
+    parts: Parts | None = None
+    whole: WholeState | None = None
+    owner: int | None = None  # The rank that has all parts; None: the parts are divided
+    called: set[str] = field(default_factory=set)  # The hooks that Keras has called
+    accumulating: list[keras.Variable] | None = None  # The variables of accumulated gradients while these are applied
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """The reducer of the gradients. Raises InvalidRequestError if the optimizer cannot train."""
+        if self.reducer_or_none is None:
+            raise InvalidRequestError(
+                f"this {self.class_name} cannot average gradients. It was made by calling the class of a distributed "
+                "optimizer, or is a copy without the original's local variables (register_local_var), groups of "
+                "variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
+                f"{self.class_name}(...)) instead.")
+        return self.reducer_or_none
+
+    @property
+    def factor(self) -> float:
+        """The factor for the mean of accumulated gradients."""
+        return 1.0 if self.arguments is None else self.arguments.factor

@@ -3,24 +3,32 @@
 The mix-in comes before the mix-in that averages gradients, and the optimizer's class. Keras' `apply` gets the parts as
 its variables, with the parts' gradients, so Keras' own code does weight decay, moving averages of weights and
 accumulation. Norms are computed from the whole gradients. keras/optimizers/optimizer.py makes the class.
+
+Keras' functions that save and load models, which are replaced here, get the whole state.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.callbacks import BackupAndRestore
 from keras.optimizers import Optimizer
 
-from ...core.errors import InvalidRequestError
+from ...core.errors import InvalidRequestError, ShutdownError
+from ...process.launch_env import launched_rank
+from ...tensorflow import files
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.elastic import divided_states
 from ...tensorflow.gradients import indices_of
 from ...tensorflow.kerases import is_keras2, steps_of
-from ..bridge.nested_optimizers import passes_on, states_in
 from ..bridge.patches import Function, replaces
-from ..bridge.private_names import legacy_h5_format
+from ..bridge.private_names import legacy_h5_format, passes_on, saving_lib, states_in
+from ..bridge.training import StrategyTraining, average_statistics, is_under_strategy
 from ..clone import original_class
 from .parts import Parts
 from .shard_state import WholeState
@@ -29,11 +37,6 @@ from .shard_state import WholeState
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
 _INSTEAD = 'Use hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
 _NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
-
-
-def is_element_wise(cls: type[Optimizer]) -> bool:
-    """Return whether optimizers of this class may update parts of variables. User-defined classes get whole ones."""
-    return cls in [getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
 
 
 def require_shardable(optimizer: Optimizer, uneven: str) -> None:
@@ -77,7 +80,9 @@ class Sharded:
             if self.gradient_accumulation_steps and indices_of(variables):  # type: ignore[attr-defined]
                 raise InvalidRequestError("a sharded optimizer cannot accumulate gradients if the model has variables "
                                           f"that a gradient overwrites (float8). {_INSTEAD}")
-            is_split = own.owner is None and is_element_wise(original_class(type(self)))
+            # User-defined classes get whole variables.
+            is_split = own.owner is None and original_class(type(self)) in [
+                getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
             own.whole = WholeState(own.parts, steps_of(self))
             super().build(own.parts.noting)  # type: ignore[misc]
@@ -219,14 +224,22 @@ def _scaled(gradient: Tensor, factor: float | tf.Tensor) -> Tensor:
     return keras.ops.multiply(gradient, tf.cast(factor, gradient.dtype))
 
 
+# -- Keras' functions that save and load optimizers and models ---------------------------------------------------------
+#
+# The functions that save a model, and BackupAndRestore, replace files atomically. They write to a temporary directory
+# next to the file, and rename the new file at the end. So a process that dies while it saves leaves the old file, and
+# ranks that save to one path at the same time leave a complete file. Local, except for a model of a strategy: all ranks
+# save such a model, one rank writes, and all ranks wait for it (tensorflow/files.py).
+
+_ENDINGS = (".keras", ".h5", ".hdf5")
+
+
 @contextmanager
 def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
     """A context in which `variables` of an optimizer and of its inner optimizers has the whole state. Local.
 
-    This rank takes its parts of values that are assigned in the context.
-
-    Raises:
-        InvalidRequestError: `is_read`, and this rank does not have the whole state, see consolidate_state.
+    This rank takes its parts of values that are assigned in the context. Raises InvalidRequestError if `is_read`, and
+    this rank does not have the whole state, see consolidate_state.
     """
     with ExitStack() as stack:
         for state in states_in([optimizer]):
@@ -247,7 +260,74 @@ def load_own_variables(original: Function, self: Optimizer, store: object) -> An
         return original(self, store)
 
 
-@replaces(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", "likewise", "optimizer.variables")
-def save_optimizer_weights(original: Function, group: object, optimizer: Optimizer) -> Any:
-    with whole_state(optimizer, is_read=True):
-        return original(group, optimizer)
+@replaces(keras.Model, "export", "all ranks would write to one file at the same time", "export_saved_model")
+def export(original: Function, model: keras.Model, filepath: object, *args: object, **kwargs: object) -> object:
+    return _by_all_ranks(model, filepath, lambda: original(model, filepath, *args, **kwargs))
+
+
+@replaces(saving_lib, "save_model", "a process that dies while it saves would destroy the file",
+          "_save_model_to_fileobj(")
+@replaces(saving_lib, "save_weights_only", "likewise", "H5IOStore(filepath")
+@replaces(legacy_h5_format, "save_model_to_hdf5", "likewise, or a file would have a part of the state of a sharded "
+          "optimizer", 'h5py.File(filepath, mode="w")')
+def save(original: Function, model: Any, filepath: object, *args: object, **kwargs: object) -> object:
+    def write() -> object:
+        call = inspect.signature(original).bind(model, filepath, *args, **kwargs)
+        # save_model_to_hdf5, which alone has this argument, reads `variables` of the optimizer.
+        has_state = "include_optimizer" in call.signature.parameters and call.arguments.get("include_optimizer", True)
+        with whole_state(getattr(model, "optimizer", None) if has_state else None, is_read=True):
+            return _save_whole(original, call, filepath)
+    return _by_all_ranks(model, filepath, write)
+
+
+def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
+    """Write a model. One rank writes a model of a strategy, and the others wait. Collective for such a model."""
+    is_alone = files.is_alone() or hasattr(filepath, "write")
+    if is_alone or not isinstance(model, keras.Model) or not is_under_strategy(model):
+        return write()
+    training = StrategyTraining(model)
+    # If the other ranks have ended, this rank saves its own statistics; files.exchange_status says why.
+    with suppress(ShutdownError):
+        average_statistics(training)
+    with training.known_values():
+        files.write_once(str(filepath), write, training.consolidate if states_in(training.parts) else None)
+    return None
+
+
+def _save_whole(original: Function, call: inspect.BoundArguments, filepath: object) -> object:
+    # A link stays, and its target gets the model.
+    path = os.path.realpath(filepath) if isinstance(filepath, str | os.PathLike) else ""
+    directory, name = os.path.split(path)
+    is_one_file = name.endswith(_ENDINGS) and call.arguments.get("max_shard_size") is None
+    if not is_one_file or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+        return original(*call.args, **call.kwargs)
+    # A directory, since programs look for the newest file with this ending. The name is the same in the next job, so
+    # that processes that die leave one directory per rank at most.
+    own = os.path.join(directory, f".{name}.saving-{launched_rank(os.environ)}")
+    os.makedirs(own, exist_ok=True)
+    try:
+        call.arguments["filepath"] = os.path.join(own, name)
+        result = original(*call.args, **call.kwargs)
+        os.replace(os.path.join(own, name), path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)  # An error here would hide Keras' error.
+    return result
+
+
+@replaces(BackupAndRestore, "_save_model", "a process that dies while it saves would destroy the file with the epoch",
+          "json.dumps(training_metadata)")
+def save_backup(original: Function, self: BackupAndRestore) -> None:
+    path = getattr(self, "_training_metadata_path", None)  # Keras 3.0 saves the weights alone.
+    if path is None or "://" in str(self.backup_dir):
+        return original(self)
+    part = self._training_metadata_path = f"{path}.saving"
+    if os.path.exists(path):
+        shutil.copyfile(path, part)  # With double_checkpoint Keras keeps a copy of the file before it writes.
+    try:
+        original(self)
+        os.replace(part, path)
+    finally:
+        self._training_metadata_path = path
+        with suppress(OSError):  # The file does not exist, or Keras has raised an error.
+            os.remove(part)
+    return None

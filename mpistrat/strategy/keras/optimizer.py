@@ -19,15 +19,14 @@ from keras.optimizers import Optimizer
 from ...api import array_ops, runtime
 from ...core.errors import InvalidRequestError, MismatchError
 from ...core.request import Sum
-from ...keras.bridge.nested_optimizers import parts_of, passes_on
+from ...keras.bridge.compared import rates_of, require_equal_rates
 from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
-from ...keras.bridge.rates import rates_of, require_equal_rates
+from ...keras.bridge.private_names import parts_of, passes_on
 from ...keras.bridge.training import StrategyTraining
 from ...keras.clone import original_class
-from ...keras.optimizers.applying import Applying
-from ...keras.optimizers.optimizer import class_with
-from ...keras.sharded.optimizer_state import OptimizerState
+from ...keras.optimizers.optimizer import Applying, class_with
+from ...keras.sharded.shard_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
 from ...tensorflow.bridge.names import OptimizerName, eager

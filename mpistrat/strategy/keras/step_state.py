@@ -14,7 +14,7 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from ...keras.bridge.row_counts import LocalScalar, rows_of
+from ...keras.bridge.measures import LocalScalar, rows_of
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.list_ops import loss_weighted

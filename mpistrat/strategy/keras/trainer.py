@@ -19,18 +19,15 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
 from ...core.request import Max
-from ...keras.bridge.keras2_arguments import bound
-from ...keras.bridge.nested_optimizers import distributed_in, parts_of
-from ...keras.bridge.patches import Function
+from ...keras.bridge.measures import rows_of
+from ...keras.bridge.patches import Function, bound
 from ...keras.bridge.patches import replaces_for_strategy as replaces
-from ...keras.bridge.private_names import BaseTrainer, all_layers, saving_lib
+from ...keras.bridge.private_names import BaseTrainer, all_layers, distributed_in, parts_of, saving_lib
 from ...keras.bridge.private_names import TensorFlowTrainer as Trainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...keras.bridge.row_counts import rows_of
-from ...keras.bridge.running_statistics import average_statistics, running_statistics
-from ...keras.bridge.training import StrategyTraining, in_fit, step_values_of
+from ...keras.bridge.training import StrategyTraining, average_statistics, in_fit, running_statistics, step_values_of
 from ...keras.fit.fit_callbacks import users_callbacks
-from ...keras.fit.fit_states import reads_logs
+from ...keras.fit.fit_checks import reads_logs
 from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.sync_batch_norm import SyncBatchNormalization
 from ...process.error_text import is_users
@@ -430,7 +427,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
         values.reads_logs = before
 
 
-# -- files of models; keras/optimizers/whole_files.py has the rules for all models -------------------------------------
+# -- files of models; keras/sharded/sharded_optimizer.py has the rules for all models ----------------------------------
 
 
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",

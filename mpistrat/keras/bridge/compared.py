@@ -1,11 +1,12 @@
-"""The state of layers that learn from data by adapt(): vocabularies, boundaries, means and variances.
+"""Values that must be equal on all ranks: the rates of optimizers, and the state of layers that learn by adapt().
 
-Ranks that adapt on their own rows have different vocabularies, so a word has a different number on each rank. The
-callbacks that mpistrat adds to fit call this module. Local. The decision is a function of the states of all ranks.
+The callbacks that mpistrat adds to fit call these functions. Local. The decisions are functions of all ranks' values.
 """
 
 import functools
 import hashlib
+import inspect
+import math
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,69 @@ from dataclasses import dataclass
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
+from ...core.errors import MismatchError
 from ...core.topology import describe_by_rank
-from ...tensorflow.kerases import is_of_keras
-from .private_names import all_layers
-from .rates import are_equal
+from ...tensorflow.kerases import IdentitySet, is_of_keras, learning_rate_of
+from .private_names import all_layers, passes_on
+
+# -- the rates of optimizers: learning rate, weight decay, loss scale, momentum ----------------------------------------
+
+# A schedule is computed on each rank, and processors may round differently.
+_RELATIVE = 1e-5
+
+
+def number(value: object) -> float:
+    """Return a number or the value of a variable as a float. A variable of Keras 3.0 has no __float__."""
+    return float(keras.ops.convert_to_numpy(value))
+
+
+def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
+    """Return the optimizers' rates with labels. User-defined functions are left out: a call may have side effects."""
+    rates: list[tuple[str, float]] = []
+    for optimizer in optimizers:
+        hyper = vars(optimizer).get("_hyper", {})  # of a `legacy` optimizer of Keras 2
+        found = {name: number(value) for name, value in hyper.items() if not callable(value)}
+        rate = learning_rate_of(optimizer) if not passes_on(optimizer) else None
+        if rate is not None:
+            found["learning_rate"] = number(rate)
+        arguments = {name for cls in type(optimizer).__mro__ if "__init__" in vars(cls)
+                     for name in inspect.signature(vars(cls)["__init__"]).parameters}
+        found |= {name: float(value) for name in sorted(arguments)
+                  if isinstance(value := vars(optimizer).get(name), int | float)}
+        if (scale := getattr(optimizer, "dynamic_scale", None)) is not None:
+            found["dynamic_scale"] = number(scale)
+        rates += [(f"{name} of {type(optimizer).__name__}", value) for name, value in found.items()]
+    return tuple(rates)
+
+
+def are_equal(a: float, b: float) -> bool:
+    """Return whether two ranks' numbers are equal up to rounding. NaN equals NaN."""
+    return math.isclose(a, b, rel_tol=_RELATIVE) or (math.isnan(a) and math.isnan(b))
+
+
+def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
+    """Return a message on the first rate that differs between the ranks; "" if none differs."""
+    for values in zip(*of_ranks, strict=False):
+        label, numbers = values[0][0], [value for _, value in values]
+        if not all(are_equal(value, numbers[0]) for value in numbers):
+            found = describe_by_rank([f"{value:.6g}" for value in numbers])
+            return f"the ranks have different values of the {label}: {found}. Their weights would drift apart."
+    return ""
+
+
+def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: str) -> None:
+    """Raise MismatchError if the ranks have different rates. `place` begins the text: "fit: at the end of epoch 3"."""
+    different = different_rate(of_ranks)
+    if different:
+        raise MismatchError(f"{place} {different} Set the same value on all ranks, and give all ranks the same "
+                            "callbacks.")
+
+
+# -- layers that learn from data by adapt(): vocabularies, boundaries, means and variances -----------------------------
+#
+# Ranks that adapt on their own rows have different vocabularies, so a word has a different number on each rank.
 
 _LOOKUPS = ("StringLookup", "IntegerLookup")
 # Classes of layers, and the attributes that they learn. The broadcast callback makes those in _VARIABLE equal.
@@ -55,9 +114,9 @@ _COPY = {
 
 
 def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool]:
-    """Return a message on the first layer that has learned different states, and whether training may go on.
+    """Return a message on the first layer whose state differs, or "", and whether training may go on.
 
-    Return ("", True) if all layers are equal, or the ranks have different numbers of such layers.
+    Ranks with different numbers of such layers are not compared.
     """
     warning = ""
     if len(set(map(len, of_ranks))) > 1:
@@ -79,10 +138,7 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """Return the states of layers and their inner layers, in order.
-
-    `is_broadcast` tells whether a callback makes the variables equal. A TextVectorization includes its StringLookup.
-    """
+    """Return the states of layers and their inner layers, such as the StringLookup of a TextVectorization, in order."""
     found: list[Adapted] = []
     inside: set[int] = set()
     for layer in layers:
@@ -102,17 +158,12 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
     """Return the layers that functions of tf.data pipelines use, and inner layers. `inputs` are x and y of fit."""
-    found: dict[int, keras.layers.Layer] = {}
-    for value in tf.nest.flatten(inputs):
-        for function in _functions_of(value):
-            for layer in _layers_in(function, _DEPTH):
-                for each in (layer, *all_layers(layer)):
-                    found.setdefault(id(each), each)
-    return list(found.values())
+    layers = (layer for value in tf.nest.flatten(inputs) for function in _functions_of(value)
+              for layer in _layers_in(function, _DEPTH))
+    return list(IdentitySet(each for layer in layers for each in (layer, *all_layers(layer))))
 
 
 def _functions_of(dataset: object) -> Iterator[object]:
-    """Yield the functions that a tf.data pipeline calls. Yield nothing for other objects."""
     if isinstance(dataset, tf.data.Dataset):
         for wrapper in dataset._functions():
             yield getattr(wrapper, "_func", None)
