@@ -4,8 +4,8 @@ The libraries of the arrays are not imported here: a caller that passes an array
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Protocol, SupportsInt, TypeGuard, cast
 
 import numpy as np
 
@@ -15,6 +15,37 @@ from .process_sets import ProcessSet, resolved
 UNEVEN = ("drop", "pad")
 # Results of tf.data.Dataset.cardinality() that are not a number of elements.
 _INFINITE, _UNKNOWN = -1, -2
+
+
+class _Rows(Protocol):
+    """An object with rows: an array, a tensor, a list, an object of pandas. `rows` is a slice, or indices of rows."""
+
+    def __getitem__(self, rows: Any, /) -> Any: ...
+
+
+class _Dataset(Protocol):
+    """The methods of a tf.data.Dataset that this module calls."""
+
+    element_spec: object
+    _mpistrat_part: str
+
+    def cardinality(self) -> SupportsInt: ...
+
+    def shard(self, num_shards: int, index: int) -> "_Dataset": ...
+
+    def take(self, count: int) -> "_Dataset": ...
+
+    def skip(self, count: int) -> "_Dataset": ...
+
+    def repeat(self) -> "_Dataset": ...
+
+    def concatenate(self, dataset: "_Dataset") -> "_Dataset": ...
+
+    def zip(self, datasets: object) -> "_Dataset": ...
+
+    def window(self, size: int, *, drop_remainder: bool) -> "_Dataset": ...
+
+    def flat_map(self, map_func: Callable[..., "_Dataset"]) -> "_Dataset": ...
 
 
 def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = None) -> Any:
@@ -61,7 +92,7 @@ def _title(number: int) -> str:
     return f"argument {number + 1} of shard()"
 
 
-def _part(data: Any, rank: int, size: int, uneven: str, title: str) -> object:
+def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object:
     if isinstance(data, Mapping):
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
@@ -71,7 +102,7 @@ def _part(data: Any, rank: int, size: int, uneven: str, title: str) -> object:
         own = _elements(data, rank, size, uneven)
         own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy warns if it shards such a dataset again.
         return own
-    return _rows(data, rank, size, uneven, title)
+    return _rows(cast("_Rows", data), rank, size, uneven, title)
 
 
 # -- the number of rows -----------------------------------------------------------------------------------------------
@@ -97,7 +128,7 @@ def _check_counts(data: tuple[object, ...], size: int) -> None:
                                   "at least one.")
 
 
-def _count(data: Any, title: str) -> int:
+def _count(data: object, title: str) -> int:
     """Return the number of rows; _INFINITE or _UNKNOWN for some datasets."""
     if _is_dataset(data):
         return int(data.cardinality())
@@ -109,7 +140,7 @@ def _count(data: Any, title: str) -> int:
                                   "names of files.")
     try:
         shape = getattr(data, "shape", None)
-        return int(len(data) if shape is None else shape[0])
+        return int(len(cast("Sized", data)) if shape is None else shape[0])
     except (TypeError, ValueError, IndexError) as error:
         raise InvalidRequestError(f"{title} ({type(data).__name__}) has no known number of rows: {error}. shard() "
                                   "takes arrays that can be sliced, and tf.data.Dataset.") from error
@@ -118,7 +149,7 @@ def _count(data: Any, title: str) -> int:
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def _rows(array: Any, rank: int, size: int, uneven: str, title: str) -> object:
+def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object:
     count = _count(array, title)
     own = range(rank, count if uneven == "pad" else count // size * size, size)
     wanted = -(-count // size) if uneven == "pad" else len(own)
@@ -135,7 +166,7 @@ def _rows(array: Any, rank: int, size: int, uneven: str, title: str) -> object:
     return part
 
 
-def _take(array: Any, part: object, rows: list[int]) -> object:
+def _take(array: _Rows, part: object, rows: list[int]) -> object:
     """Return the rows with these indices, in the type of `part`, which has all of these rows except the last."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
@@ -155,7 +186,7 @@ OWN_ORDER = ("Shuffle after it is sharded, or pass a seed that is the same on al
              "tf.data.Dataset.list_files(pattern, shuffle=False).")
 
 
-def is_sharded_in_own_order(data: Any) -> bool:
+def is_sharded_in_own_order(data: object) -> bool:
     """Return whether `data` is a dataset that tf.data's shard() divides after a shuffle without a seed. Local."""
     return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and _is_in_own_order(each)
                                      for each in _datasets_in(data))
@@ -177,11 +208,11 @@ def _datasets_in(dataset: object) -> Iterator[object]:
 # -- datasets of TensorFlow -------------------------------------------------------------------------------------------
 
 
-def _is_dataset(data: Any) -> bool:
+def _is_dataset(data: object) -> TypeGuard[_Dataset]:
     return all(hasattr(data, name) for name in ("element_spec", "cardinality", "shard", "window"))
 
 
-def _elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
+def _elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
     count = int(dataset.cardinality())
     if size == 1 or count == _INFINITE:
         return dataset.shard(size, rank)
@@ -192,7 +223,7 @@ def _elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
     return dataset.take(count // size * size).shard(size, rank)
 
 
-def _grouped_elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
+def _grouped_elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
     """Return this rank's elements of a dataset of unknown size. The dataset is read once.
 
     Each group of `size` elements is a window, from which each rank takes one element. A window takes elements of any
@@ -204,7 +235,7 @@ def _grouped_elements(dataset: Any, rank: int, size: int, uneven: str) -> Any:
             "shard() needs the number of elements of a dataset whose elements contain None. Leave the None out, or use "
             f"dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
 
-    def of_window(*window: object) -> Any:
+    def of_window(*window: object) -> _Dataset:
         # flat_map passes the components of a tuple as arguments. A window of nested elements is a nest of datasets.
         elements = dataset.zip(window if type(dataset.element_spec) is tuple else window[0])
         if uneven == "pad":

@@ -36,6 +36,12 @@ class GpuArray(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
+class CudaEvent(Protocol):
+    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
+
+    ptr: int
+
+
 class RecordedStream(Protocol):
     """A stream of another library, or a substitute that can record events. Any thread may use it."""
 
@@ -43,7 +49,7 @@ class RecordedStream(Protocol):
     def ptr(self) -> int:
         """Identifies the stream or its substitute: the address of a stream."""
 
-    def record(self, event: Any) -> object:
+    def record(self, event: CudaEvent) -> object:
         """Record an event of cupy after all work that is enqueued so far."""
 
 

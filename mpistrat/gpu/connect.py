@@ -104,7 +104,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
     """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
-    def exchange(value: Any) -> list[Any]:
+    def exchange(value: object) -> list[Any]:
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
         host.allgather(np.array([own.size], np.int64), sizes, [1] * size)

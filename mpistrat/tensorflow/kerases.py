@@ -6,7 +6,7 @@ Classes and attributes are compared by name, so that this module imports neither
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -39,6 +39,28 @@ class IdentitySet(Generic[T]):
         return id(candidate) in self._members
 
 
+class Optimizer(Protocol):
+    """The attributes of optimizers of Keras 3 and Keras 2."""
+
+    built: bool
+    variables: Any
+    iterations: Variable
+    learning_rate: object
+    gradient_accumulation_steps: int | None
+    _accumulated_gradients: list[Variable]
+    _iterations: Variable
+    _variables: list[Variable]
+
+    def build(self, variables: list[Variable]) -> None:
+        """Create the optimizer's variables for these weights."""
+
+    def _decayed_lr(self, dtype: tf.DType) -> object:
+        """Return the learning rate of the next step. Only of `legacy` optimizers."""
+
+    def _create_all_weights(self, variables: list[Variable]) -> None:
+        """As build. Only of `legacy` optimizers."""
+
+
 def is_keras2_in_use() -> bool:
     """Whether tf.keras is Keras 2 in this process. TensorFlow decides it by the same variable and package."""
     return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1") \
@@ -66,7 +88,7 @@ def is_optimizer(value: object) -> bool:
     return is_of_keras(value, "Optimizer", "OptimizerV2")
 
 
-def is_built(optimizer: Any) -> bool:
+def is_built(optimizer: Optimizer) -> bool:
     """Whether an optimizer has the variables for the weights that it trains."""
     if not is_keras2(optimizer):
         return bool(optimizer.built)
@@ -75,7 +97,7 @@ def is_built(optimizer: Any) -> bool:
     return bool(vars(optimizer).get("_built", vars(optimizer).get("_slots")))  # A `legacy` one has slots.
 
 
-def build(optimizer: Any, weights: list[Variable]) -> None:
+def build(optimizer: Optimizer, weights: list[Variable]) -> None:
     """Create an optimizer's variables for these weights, unless they exist."""
     if is_built(optimizer):
         return
@@ -86,7 +108,7 @@ def build(optimizer: Any, weights: list[Variable]) -> None:
             optimizer._create_all_weights(weights)
 
 
-def variables_of(optimizer: Any) -> list[Variable]:
+def variables_of(optimizer: Optimizer) -> list[Variable]:
     """The variables of an optimizer (a method if it is `legacy`), and the loss scale, which Keras 2 leaves out."""
     found = optimizer.variables
     state: Any = vars(optimizer).get("_loss_scale")
@@ -94,19 +116,19 @@ def variables_of(optimizer: Any) -> list[Variable]:
     return [*(found() if callable(found) else found), *scale]
 
 
-def steps_of(optimizer: Any) -> Variable:
+def steps_of(optimizer: Optimizer) -> Variable:
     """The variable that counts an optimizer's steps: in Keras 3 all calls, in Keras 2 calls that update weights."""
     # Where gradients are accumulated, `iterations` of Keras 3 is a quotient. In its first versions it is the variable.
     is_variable = is_keras2(optimizer) or not hasattr(optimizer, "_iterations")
     return optimizer.iterations if is_variable else optimizer._iterations
 
 
-def accumulated_passes(optimizer: Any) -> int:
+def accumulated_passes(optimizer: Optimizer) -> int:
     """The number of passes that an optimizer accumulates for one update; 0 or 1 if it does not accumulate."""
     return getattr(optimizer, "gradient_accumulation_steps", None) or 0
 
 
-def velocities_of(optimizer: Any) -> list[Variable]:
+def velocities_of(optimizer: Optimizer) -> list[Variable]:
     """The velocities of SGD or RMSprop, if it has a momentum; [] before the first step, and of other optimizers."""
     if not getattr(optimizer, "momentum", 0.0):
         return []
@@ -129,7 +151,7 @@ def aggregation_of(variable: Variable) -> str:
     return found if isinstance(found, str) else str(found.name).lower()
 
 
-def learning_rate_of(optimizer: Any) -> object:
+def learning_rate_of(optimizer: Optimizer) -> object:
     """The learning rate of the next step; None if it is a user-defined function."""
     hyper = vars(optimizer).get("_hyper")  # of a `legacy` one
     rate = getattr(optimizer, "_learning_rate", None) if hyper is None else hyper.get("learning_rate")
@@ -138,7 +160,7 @@ def learning_rate_of(optimizer: Any) -> object:
     return optimizer.learning_rate if hyper is None else optimizer._decayed_lr(tf.float32)
 
 
-def slots_of(optimizer: Any, weight: tf.Variable) -> list[Variable]:
+def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
     """The variables that an optimizer of Keras 2 has for a weight."""
     own = vars(optimizer)
     if "_slots" in own:
@@ -149,7 +171,7 @@ def slots_of(optimizer: Any, weight: tf.Variable) -> list[Variable]:
     return [] if place is None else [each[place] for each in lists if len(each) > place and each[place] in known]
 
 
-def calls_of(optimizer: Any) -> int:
+def calls_of(optimizer: Optimizer) -> int:
     """The number of times that gradients were passed to an optimizer."""
     calls = vars(optimizer).get("_mpistrat_passes", steps_of(optimizer))
     return int(tf.convert_to_tensor(calls))  # int() of a variable of Keras 3.0 is an error.
@@ -168,7 +190,7 @@ def is_accumulator(name: str) -> bool:
     return name.endswith(_ENDING)
 
 
-def accumulators_of(optimizer: Any) -> list[Any]:
+def accumulators_of(optimizer: Optimizer) -> list[Any]:
     """The variables in which `optimizer` itself, without its inner optimizers, sums gradients; [] before it is built.
 
     A sharded optimizer itself has no such variables: each rank sums its part of the reduced gradients.

@@ -64,7 +64,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         ValueError: `optimizer` is distributed already or has no compute_gradients, or an argument is out of range.
     """
 
-    def __init__(self, optimizer: Any, name: str | None = None, use_locking: bool = False,
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, name: str | None = None, use_locking: bool = False,
                  device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
                  sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: ReduceOp = Average,
                  gradient_predivide_factor: float = 1.0, average_aggregated_gradients: bool = False,

@@ -180,7 +180,8 @@ def test_each_rank_of_a_host_is_looked_at_by_one_other() -> None:
     looked_at = []
     for rank in (0, 2, 3):
         losses = Losses(Topology(rank, topology.host_of), processes={each: processes[each] for each in (0, 2, 3)})
-        looked_at.append(losses._beside())
+        assert losses._neighbours is not None and losses._neighbours._beside is not None
+        looked_at.append(losses._neighbours._beside[0])
         losses.stop()
     assert sorted(looked_at) == [0, 2, 3]
 

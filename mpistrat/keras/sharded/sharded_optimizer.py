@@ -84,7 +84,7 @@ class Sharded:
             is_split = own.owner is None and original_class(type(self)) in [
                 getattr(keras.optimizers, name, None) for name in _ELEMENT_WISE]
             own.parts = Parts(variables, own.reducer, is_split, own.owner)
-            own.whole = WholeState(own.parts, steps_of(self))
+            own.whole = WholeState(own.parts, steps_of(self))  # type: ignore[arg-type]
             super().build(own.parts.noting)  # type: ignore[misc]
             own.whole.variables = super().variables  # type: ignore[misc]
         else:

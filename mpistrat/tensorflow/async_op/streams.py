@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import tensorflow as tf
@@ -22,7 +22,7 @@ from ...api import runtime
 from ...api.job import Job
 from ...core.errors import EngineError
 from ...gpu import driver
-from ...gpu.arrays import RecordedStream
+from ...gpu.arrays import CudaEvent, RecordedStream
 from ...gpu.backend import await_on_host
 from ...gpu.proof import LIMIT_S, Race, late_copy, one_line, prove
 from ..bridge.private_names import SynchronousExecution
@@ -51,7 +51,7 @@ class ContextStream:
         del device, where  # The context is this thread's.
         self.ptr = driver.context()
 
-    def record(self, event: Any) -> None:
+    def record(self, event: CudaEvent) -> None:
         driver.record_in_context(self.ptr, event.ptr)
 
 

@@ -20,7 +20,7 @@ from ...core.topology import Topology
 from ..mpi.requests import PeerWait, exchange
 from ..shm.segment import CONSUMED, PACKED, READY, UNPACKED, HostMemory
 from ..shm.shm_data import ReduceScatter
-from ..shm.two_shot import Chunk, Stage, TwoShotData, TwoShotReduce
+from ..shm.two_shot import Chunk, Chunked, Stage, TwoShotData, TwoShotReduce
 from .hosts_agreement import Piggyback
 
 _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
@@ -168,7 +168,7 @@ class HierarchicalData(TwoShotData):
             return super().prepare(sources, targets, reduction)
         return self._piggyback.pack(self, sources, targets, reduction, elements)
 
-    def run(self, work: Any, stages: Sequence[Stage]) -> None:
+    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
         if isinstance(work, TwoShotReduce) and work.reduction.quantised is not None and self._feedback is not None:
             count = sum([source.size for source in work.inputs])
             self._errors = self._feedback.of(work.reduction.quantised, count)

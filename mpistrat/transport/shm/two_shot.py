@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,6 +48,16 @@ class Read(NamedTuple):
     part: slice
     parts: list[np.ndarray]  # the same elements in each rank's memory; this rank's memory is not written
     here: slice  # the same elements, counted in the slice that this rank reduces
+
+
+class Chunked(Protocol):
+    """A collective that runs in chunks, as many on all ranks. `first`: the number of its first chunk, from 1."""
+
+    @property
+    def chunks(self) -> Sized: ...
+
+    @property
+    def first(self) -> int: ...
 
 
 class Chunk(NamedTuple):
@@ -392,7 +402,7 @@ class TwoShotData(DataPlane):
         """How many ranks reduce a slice of a chunk of `nbytes`. These are the first ranks of the host."""
         return self._count
 
-    def run(self, work: Any, stages: Sequence[Stage]) -> None:
+    def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
         """Run the stages on all chunks of a collective. Each stage is one chunk behind the stage before it.
 
         `work`: The collective. It has as many `chunks` on all ranks, and `first`, the number of the first of them. The
