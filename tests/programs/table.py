@@ -143,11 +143,21 @@ NAMED = tuple((by_name(ranks, name), by_name(1, "one_device")) for ranks, name i
 CENTRAL = central(3, "--epochs 2", "--epochs 2 --strategy mirrored")
 DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights \w+, of {ranks} ranks$", least=0.8)
 
-FEATURES = (
-    "input", "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
-    "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights fit_strings "
-    "evaluate predict predict_several on_batch",
-    "keras_files", "keras_layers", "keras_models", "keras_optimizers", "keras_steps", "loops", "replica", "variables")
+# Of a module whole, or those of its features that no other test of the first level shows. All are of the nightly level.
+SOME = {
+    "keras_callbacks": "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
+    "keras_data": "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights "
+                  "fit_strings evaluate predict predict_several on_batch",
+    "keras_files": "keras_file keras_file_of_one_process h5_file read_without_strategy cloned",
+    "keras_layers": "batch_normalization statistics_are_means batch_normalization_without_rows training_with_dropout "
+                    "adapted attention random_layers_repeat",
+    "keras_models": "built_by_data nested_model set_weights two_models",
+    "keras_optimizers": "other_optimizers weight_decay global_clipnorm clipvalue ema gradient_accumulation_clipped "
+                        "learning_rate_schedule mixed_precision overflow no_gradient",
+    "keras_steps": "steps_per_execution run_eagerly own_train_step own_compute_loss added_loss regularizers own_metric "
+                   "wide_metrics frozen_in_between lora_in_between"}
+FEATURES = [*map(features, ("input", *SOME.values(), "loops", "replica", "variables")),
+            *(pytest.param(features(part), marks=pytest.mark.nightly) for part in SOME)]
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -181,7 +191,6 @@ PROGRAMS = [
     orders(2, "shuffled_order.py 100 50", "100 steps of 50 tensors are right, 0 errors"),
     orders(2, "shuffled_order.py 50 30 caught", "50 steps of 30 tensors are right, 10 errors"),
     orders(2, "waits_of_all_kinds.py 100 3", "100 steps in one thread, and in 3"),
-    *map(features, FEATURES),
     collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 4),
     collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 3, "7"),
     by_name(2, "parameter_server", r"^rank \d: InvalidRequestError: strategy\(.parameter_server.\) needs a "
@@ -190,7 +199,6 @@ PROGRAMS = [
 ]
 # What repeats a row, or another test, with other ranks, seeds, sizes or options.
 NIGHTLY = [
-    *map(features, ("keras_callbacks", "keras_data")),  # With all that decide, and read, as those of the first level.
     resnet50(2, "--data colours", says=r"^training loss (\S+), validation accuracy \S+, learning rate \S+, 2 ranks$"),
     *map(script, ("five_models", "transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
