@@ -12,10 +12,8 @@ import pytest
 
 from mpistrat.core.install import pip_extra
 
-from ..support.jobs import Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import Finished, run_job, run_limited
 from ..support.levels import sample
-
-pytestmark = needs_mpirun
 
 SHORT_STALL = {"MPISTRAT_STALL_CHECK_TIME_SECONDS": "0.5", "MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 NOT_INITIALIZED = "NotInitializedError: mpistrat has not been initialized; use hvd.init()."
@@ -155,8 +153,7 @@ def test_a_callback_of_one_rank_that_exits_ends_the_job_with_the_cause(way: str,
 
 @pytest.mark.horovod("atexit")
 def test_a_script_may_end_without_shutdown() -> None:
-    job = run(3, "no_shutdown.py")
-    assert job.code == 0, job.output
+    job = run(3, "no_shutdown.py").well()
     assert [job.of_rank(rank) for rank in range(3)] == [["ends"]] * 3, job.output
     assert "rror" not in job.said, job.output
 
@@ -181,7 +178,7 @@ def test_an_error_that_nobody_catches_ends_the_job() -> None:
 
 @sample("ranks", [2, 3])
 def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
-    job = run(ranks, "unequal_steps.py")
+    job = run(ranks, "unequal_steps.py").well()
     total, last = f"returned {float(ranks)}", ranks - 1
     assert job.of_rank(last) == [total] * 3 + ["ends"], job.output
     for rank in range(last):
@@ -192,14 +189,13 @@ def test_ranks_with_different_numbers_of_steps_are_told_so(ranks: int) -> None:
             assert line.startswith("ShutdownError: loss: ranks ["), job.output
             assert f"wait for ranks [{last}], which have already shut down (after 3 operations). " in line, job.output
             assert "the ranks ran different numbers of steps" in line, job.output
-    assert job.code == 0, job.output
 
 
 @pytest.mark.horovod("names-differ")
 @sample(("ranks", "present"), [(2, "[0]"), (3, "[0, 2]")])
 def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_fails_on_every_rank(
         ranks: int, present: str) -> None:
-    job = run(ranks, "stalled.py", "for nothing", env=SHORT_STALL)
+    job = run(ranks, "stalled.py", "for nothing", env=SHORT_STALL).well()
     for rank in range(ranks):
         *warnings, error, end = job.of_rank(rank)
         assert bool(warnings) == (rank == 0), job.output
@@ -214,7 +210,6 @@ def test_a_tensor_that_one_rank_never_submits_is_reported_by_the_chief_and_then_
         assert error.startswith("StallError: Some ranks wait "), job.output
         assert f" lonely: ranks {present} have waited " in error, job.output
         assert end == "ends", job.output
-    assert job.code == 0, job.output
 
 
 @pytest.mark.nightly
@@ -233,8 +228,7 @@ def test_a_stall_says_what_the_missing_rank_waits_for_instead() -> None:
 @pytest.fixture(scope="module")
 def lives() -> list[dict[str, list[str]]]:
     """For each rank of lifecycle.py what it said, by the moment."""
-    job = run(2, "lifecycle.py")
-    assert job.code == 0, job.output
+    job = run(2, "lifecycle.py").well()
     by_rank = []
     for rank in range(2):
         moments: dict[str, list[str]] = {}
@@ -270,22 +264,20 @@ def test_after_shutdown_init_begins_anew(lives: list) -> None:
 
 
 def test_init_takes_a_list_of_ranks() -> None:
-    job = run(3, "subset.py", "list")
+    job = run(3, "subset.py", "list").well()
     assert job.of_rank(0) == ["returned None", "returned rank 0 of 2, sum 2", "ends"], job.output
     assert job.of_rank(1) == ["ValueError: rank 1 called init with comm=[0, 2], which does not contain it.",
                               "ends"], job.output
     assert job.of_rank(2) == ["returned None", "returned rank 1 of 2, sum 2", "ends"], job.output
-    assert job.code == 0, job.output
 
 
 @pytest.mark.horovod("init-comm")
 def test_init_takes_a_communicator_and_leaves_it_alone() -> None:
-    job = run(3, "subset.py", "communicator")
+    job = run(3, "subset.py", "communicator").well()
     has = "the communicator still has {} ranks"
     assert job.of_rank(0) == ["returned rank 1 of 2, sum 2", has.format(2), "ends"], job.output
     assert job.of_rank(1) == ["returned rank 0 of 1, sum 1", has.format(1), "ends"], job.output
     assert job.of_rank(2) == ["returned rank 0 of 2, sum 2", has.format(2), "ends"], job.output
-    assert job.code == 0, job.output
 
 
 @pytest.mark.nightly
@@ -408,8 +400,7 @@ def test_thread_level_serialized_suffices() -> None:
 
 
 def test_one_rank_without_mpirun_works_and_loads_no_mpi() -> None:
-    job = run_limited([sys.executable, "tests/scripts/alone.py"])
+    job = run_limited([sys.executable, "tests/scripts/alone.py"]).well()
     assert job.of_rank(0) == [
         "returned (0, 1, 1, False)", "returned [1.0, 2.0]", "returned [3, 4]", "returned [5]", "returned ['own']",
         "returned None", "returned []", "libmpi is loaded: False", "ends"], job.output
-    assert job.code == 0, job.output

@@ -5,18 +5,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from ..support.jobs import needs_mpirun, run_job
+from ..support.jobs import run_job
 from ..support.levels import sample
 from ..support.strangers import needs_another_user
-
-pytestmark = needs_mpirun
 
 
 @needs_another_user
 @sample("env", [{}, {"MPISTRAT_CPU_OPERATIONS": "mpi"}], ids=["shared memory", "sockets"])
 def test_a_job_goes_on_while_another_user_writes_to_its_sockets(env: Mapping[str, str]) -> None:
-    job = run_job(2, ["python", "tests/scripts/strangers_write.py", "2"], env=env, limit_s=90)
-    assert job.code == 0, job.output
+    job = run_job(2, ["python", "tests/scripts/strangers_write.py", "2"], env=env, limit_s=90).well()
     assert job.of_rank(0) == ["attacked 0 names; taken: nothing", "done"], job.output
     assert job.of_rank(1) == ["done"]
 

@@ -152,7 +152,7 @@ SOME = {
     "keras_layers": "batch_normalization statistics_are_means batch_normalization_without_rows training_with_dropout "
                     "adapted attention random_layers_repeat",
     "keras_models": "built_by_data nested_model set_weights two_models",
-    "keras_optimizers": "other_optimizers weight_decay global_clipnorm clipvalue ema gradient_accumulation_clipped "
+    "keras_optimizers": "weight_decay global_clipnorm clipvalue ema gradient_accumulation_clipped "
                         "learning_rate_schedule mixed_precision overflow no_gradient",
     "keras_steps": "steps_per_execution run_eagerly own_train_step own_compute_loss added_loss regularizers own_metric "
                    "wide_metrics frozen_in_between lora_in_between"}

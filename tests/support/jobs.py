@@ -37,11 +37,15 @@ class Finished:
     ended_at: float  # When it ended, as time.time() has it.
     left: tuple[int, ...] = ()  # The ids of its processes that lived on, and had to be killed.
 
+    def well(self) -> "Finished":
+        """This job. Asserts that it has ended well, and that none of its processes lived on."""
+        assert (self.code, self.left) == (0, ()), self.output
+        return self
+
     def assert_each_says(self, ranks: int, line: Callable[[int], str]) -> None:
         """Assert that the job has ended well, and that each rank has printed its line."""
-        assert self.code == 0, self.output
         for rank in range(ranks):
-            assert line(rank) in self.output, self.output
+            assert line(rank) in self.well().output, self.output
 
     @property
     def said(self) -> str:
