@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpistrat.api.libraries import Cupy
+from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
@@ -19,6 +20,7 @@ from mpistrat.core.interfaces import Observer
 from mpistrat.core.request import (
     DEVICE_GPU,
     Product,
+    ReduceOp,
     ScaledOp,
     Sum,
     allgather_request,
@@ -34,11 +36,13 @@ from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, 
 from mpistrat.gpu.gpu_executor import GpuExecutor
 from mpistrat.gpu.nccl_types import FLOAT16, FLOAT64, UINT8
 from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
+from mpistrat.gpu.staged import StagedData
 from mpistrat.gpu.watchdog import Watchdog
 from mpistrat.gpu.work import Batch
 from mpistrat.trace.record_ring import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
+from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Communicator, Device, Event
 from tests.support.thread_group import ThreadGroup
 
@@ -729,3 +733,15 @@ def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() ->
     job.now += 1.0
     job.settle()
     assert job.device.free_bytes == free
+
+
+def test_a_copy_that_never_ends_is_an_error() -> None:
+    device = Device()
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 0.05)
+    source = device.seen(device.tensor(np.ones(3)))
+    never = device.record(device.stream())
+    never.fire = lambda: False  # type: ignore[method-assign]
+    device._streams[-1].work.clear()
+    plane.wait_for([never])
+    with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
+        allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))
