@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
 
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
-pytest.importorskip("keras")
-
-from ..support.levels import sample  # noqa: E402
-from ..support.turns import Turns  # noqa: E402
+from ..support.levels import sample
+from ..support.turns import Turns
 
 STEPS = 5  # memory for large results was once shared from the third step on
 ROWS = 24  # so many that any number of ranks that the tests have divides them

@@ -6,24 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+import mpistrat.tensorflow as hvd_tf
 from mpistrat.api import runtime
+from mpistrat.core.handle import Entry
+from mpistrat.keras.fit import fit_checks
+from mpistrat.tensorflow import gradients as reduced
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-hvd_tf = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import gradients as reduced  # noqa: E402
-
-from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
+from ..support.keras_versions import needs_multi_optimizer
+from ..support.levels import sample
+from .helpers import everywhere
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback

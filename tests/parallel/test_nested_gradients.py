@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .strategy_helpers import SUM  # noqa: E402
+from ..support.levels import sample
+from .strategy_helpers import SUM
 
 ZERO = tf.UnconnectedGradients.ZERO
 Many = list[Any]  # a tensor for each rank, in one process; in a job with one rank's tensor in it

@@ -3,21 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from mpi4py.MPI import COMM_WORLD
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import compression
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import compression  # noqa: E402
-
-from ..support import tensorflow_stand_in  # noqa: E402
-from ..support.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, Leg, under  # noqa: E402
-from ..support.levels import sample  # noqa: E402
+from ..support import tensorflow_stand_in
+from ..support.legs import DEFAULT, HOST_EACH, MPI, TWO_HOSTS, Leg, under
+from ..support.levels import sample
 
 WAYS = ("fit", "tape", "strategy fit", "strategy loop")
 WIDTH, BATCH, STEPS = 120, 4, 8

@@ -4,15 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
-
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+from mpistrat.tensorflow import MPIStrategy
 
 SEEDS = [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.nightly) for seed in range(40)]
 

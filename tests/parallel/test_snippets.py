@@ -10,16 +10,15 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from sklearn import datasets
 
 import mpistrat
 import mpistrat.keras
 import mpistrat.tensorflow
-
-keras = pytest.importorskip("keras")
-tf = pytest.importorskip("tensorflow")
-datasets = pytest.importorskip("sklearn.datasets")
 
 DOCS = Path(__file__).parents[2] / "docs"
 ELSEWHERE = {"scale.md", "transcript.md"}

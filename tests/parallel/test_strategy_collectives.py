@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from .strategy_helpers import collectives_counted, eagerly, in_graph, per_rank  # noqa: E402
+from .strategy_helpers import collectives_counted, eagerly, in_graph, per_rank
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
 

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+from mpistrat.tensorflow import MPIStrategy
 
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..programs.features.keras_training import both, compiled, fit_both, sgd  # noqa: E402
-from .strategy_helpers import assert_close, collectives_counted  # noqa: E402
+from ..programs.features.keras_training import both, compiled, fit_both, sgd
+from .strategy_helpers import assert_close, collectives_counted
 
 BATCH, TOKENS = 12, 6
 mse = keras.losses.MeanSquaredError

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+from mpistrat.tensorflow import MPIStrategy
 
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from .helpers import everywhere  # noqa: E402
-from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
+from .helpers import everywhere
+from .strategy_helpers import assert_close, assert_equal_on_all_ranks
 
 SGD = keras.optimizers.SGD
 

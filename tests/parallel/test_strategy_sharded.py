@@ -8,24 +8,22 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+from mpistrat.core.handle import Entry
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.tensorflow.xla import ffi
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.xla import ffi  # noqa: E402
-
-from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
-from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
-from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
-from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state  # noqa: E402
+from ..support.keras_versions import needs_multi_optimizer
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under
+from ..support.levels import sample
+from .helpers import everywhere
+from .strategy_helpers import assert_close, assert_equal_on_all_ranks
+from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state
 
 optimizers = keras.optimizers
 BATCH, STEPS = 6, 5

@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.core.handle import Entry
+from mpistrat.tensorflow import ops as tensor_ops
 
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
-
-from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
+from .helpers import both_ways, eagerly, either_way, in_graph
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]

@@ -6,26 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.api import runtime
+from mpistrat.api.elastic.state import ObjectState
+from mpistrat.keras.bridge import throughput
+from mpistrat.keras.bridge.throughput import Work
+from mpistrat.keras.bridge.training import step_values_of
+from mpistrat.keras.fit.fit_callbacks import TimedSteps
+from mpistrat.process.step_timer import StepTimer
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.trace.stragglers import StragglerWatch
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.api import runtime  # noqa: E402
-from mpistrat.api.elastic.state import ObjectState  # noqa: E402
-from mpistrat.keras.bridge import throughput  # noqa: E402
-from mpistrat.keras.bridge.throughput import Work  # noqa: E402
-from mpistrat.keras.bridge.training import step_values_of  # noqa: E402
-from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
-from mpistrat.process.step_timer import StepTimer  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
+from ..support.levels import sample
 
 STEPS, COLUMNS, EPOCHS = 4, 3, 2
 
