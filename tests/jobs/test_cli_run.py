@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,7 @@ from mpistrat.cli.mpirun import find_mpirun, identify
 from mpistrat.core.install import pip_extra
 from mpistrat.process.launchers import OPEN_MPI
 
-from ..support.jobs import (
-    ROOT,
-    Finished,
-    job_environment,
-    kill_processes_of,
-    processes_of,
-    run_job,
-    run_limited,
-    wait_until,
-)
+from ..support.jobs import ROOT, Finished, processes_of, run_job, run_limited, running, wait_until
 from ..support.levels import sample
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
@@ -183,23 +173,15 @@ def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> 
 
 @sample("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signals) -> None:
-    name = uuid.uuid4().hex
-    process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
-                               env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True,
-                               # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
-                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
-    try:
-        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
+    # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+    with running([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"],
+                 preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)) as (process, job, printed):
+        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(job)) == 2, 30)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
-        assert process.returncode == 128 + number
+        assert process.wait(30) == 128 + number
         last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
-        assert output.splitlines()[-1].startswith(last), output
-        wait_until(lambda: not processes_of(name), 10)
-    finally:
-        process.kill()
-        kill_processes_of(name)
+        assert printed().splitlines()[-1].startswith(last), printed()
+        wait_until(lambda: not processes_of(job), 10)
 
 
 @pytest.mark.parametrize(("way", "code", "last"), [
@@ -258,19 +240,11 @@ def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str])
 
 
 def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, str]) -> None:
-    name = uuid.uuid4().hex
-    process = subprocess.Popen([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], cwd=ROOT,
-                               env=job_environment(name, silent), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(name)), 30)
+    with running([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], env=silent) as (process, job, printed):
+        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(job)), 30)
         process.terminate()
-        output, _ = process.communicate(timeout=20)  # mpirun itself does not end.
-        assert process.returncode == 143, output
-        assert not processes_of(name), output
-    finally:
-        process.kill()
-        kill_processes_of(name)
+        assert process.wait(20) == 143, printed()  # mpirun itself does not end.
+        assert not processes_of(job), printed()
 
 
 @pytest.mark.nightly

@@ -41,7 +41,7 @@ def test_a_check_of_tensorflow_that_fails_on_a_rank_keeps_no_other_from_running(
 
 @sample("ranks", [1, 2])
 def test_every_figure_is_printed(ranks: int) -> None:
-    job = run_job(ranks, ["python", "tests/scripts/gpu_figures.py", "--stand-in"]).well()
+    job = run_job(ranks, ["python", "-m", "tests.gpu.figures", "--stand-in"]).well()
     rows = [line for line in job.output.splitlines() if line.startswith("| ")]
     assert [row.split()[1] for row in rows] == [*["pack"] * 5, *["step"] * 2, "a" if ranks == 1 else "overhead",
                                                 "staged"], job.output

@@ -1,25 +1,13 @@
 """The launcher ends before its ranks: mpirun is killed, and cannot end them."""
 
-import os
-import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from ..support.jobs import (
-    ROOT,
-    find_mpirun,
-    job_environment,
-    kill_processes_of,
-    living_after,
-    run_job,
-    wait_until,
-)
+from ..support.jobs import living_after, mpirun_line, run_job, running, wait_until
 from ..support.levels import sample
 
 # The ranks look every second. All had ended after 0.7 s at most, with six busy processes more on two cores; a limit of
@@ -27,29 +15,18 @@ from ..support.levels import sample
 SOON_S = 10
 
 
-def kill_mpirun(tmp_path: Path, way: str, wrapper: Sequence[str] = ()) -> str:
-    """Start two ranks, kill mpirun when they do what is named, and let nothing live on. Returns what they printed."""
-    mpirun = find_mpirun()
-    assert mpirun is not None
-    job, mark = uuid.uuid4().hex, tmp_path / "mark"
-    script = [sys.executable, "tests/scripts/launcher_dies.py", way, str(mark)]
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen([mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", *wrapper, *script],
-                                   env=job_environment(job, {}), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
-                                   stderr=subprocess.STDOUT)
-        try:
-            wait_until(lambda: mark.exists() or process.poll() is not None, 120)
-            assert process.poll() is None
-            process.kill()
-            process.wait()
-            killed = time.monotonic()
-            assert living_after(job, SOON_S) == ()
-            print(f"all had ended {time.monotonic() - killed:.1f} s after mpirun")
-        finally:
-            process.kill()
-            process.wait()
-            kill_processes_of(job)
-        return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode()
+def kill_mpirun(tmp_path: Path, way: str, wrapper: Sequence[str] = ()) -> None:
+    """Start two ranks, kill mpirun when they do what is named, and let nothing live on."""
+    mark = tmp_path / "mark"
+    command = [*wrapper, sys.executable, "tests/scripts/launcher_dies.py", way, mark]
+    with running(mpirun_line(2, command)) as (process, job, _):
+        wait_until(lambda: mark.exists() or process.poll() is not None, 120)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        assert living_after(job, SOON_S) == ()
+        print(f"all had ended {time.monotonic() - killed:.1f} s after mpirun")
 
 
 @sample("way", ["sleep", "compute", "reduce", "wait", "wait at the end"])

@@ -3,21 +3,12 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from ..support.jobs import (
-    ROOT,
-    find_mpirun,
-    job_environment,
-    kill_processes_of,
-    processes_of,
-    run_job,
-)
+from ..support.jobs import mpirun_line, processes_of, run_job, running
 
 MANY = ["python", "tests/scripts/many_allreduces.py"]
 
@@ -109,26 +100,17 @@ def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() 
 
 
 def test_nothing_is_left_when_all_ranks_are_killed() -> None:
-    mpirun = find_mpirun()
-    assert mpirun is not None
     before = segments()
-    line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
-            "tests/scripts/many_allreduces.py", "1000000"]
-    job = f"killed-{os.getpid()}-{time.monotonic_ns()}"
-    with subprocess.Popen(line, env=job_environment(job, {}), cwd=ROOT, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL) as process:
-        try:
-            ranks: list[psutil.Process] = []
-            until = time.monotonic() + 60
-            while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
-                assert time.monotonic() < until, "the ranks do not come to share memory"
-                time.sleep(0.05)
-                ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
-            for rank in ranks:
-                rank.send_signal(signal.SIGKILL)
-            assert process.wait(60) != 0
-        finally:
-            kill_processes_of(job)
+    with running(mpirun_line(2, ["python", "tests/scripts/many_allreduces.py", "1000000"])) as (process, job, _):
+        ranks: list[psutil.Process] = []
+        until = time.monotonic() + 60
+        while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
+            assert time.monotonic() < until, "the ranks do not come to share memory"
+            time.sleep(0.05)
+            ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        assert process.wait(60) != 0
     assert segments() == before
 
 

@@ -2,21 +2,11 @@
 
 import re
 import signal
-import subprocess
 import sys
-import uuid
-from pathlib import Path
 
 import pytest
 
-from ..support.jobs import (
-    ROOT,
-    job_environment,
-    kill_processes_of,
-    processes_of,
-    run_limited,
-    wait_until,
-)
+from ..support.jobs import processes_of, run_limited, running, wait_until
 
 SCRIPT = [sys.executable, "tests/scripts/run_function.py"]
 
@@ -58,18 +48,11 @@ def test_ends_of_all_kinds() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_job_ends_with_the_process_that_called(number: signal.Signals, tmp_path: Path) -> None:
-    name, output = uuid.uuid4().hex, tmp_path / "output"
-    with output.open("wb") as file:
-        caller = subprocess.Popen([*SCRIPT, "sleeps"], cwd=ROOT, env=job_environment(name, {}),
-                                  stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_until(lambda: output.read_text().count(": sleeps") == 2, 60)
+def test_the_job_ends_with_the_process_that_called(number: signal.Signals) -> None:
+    with running([*SCRIPT, "sleeps"]) as (caller, job, printed):
+        wait_until(lambda: printed().count(": sleeps") == 2, 60)
         caller.send_signal(number)
         assert caller.wait(60) != 0
-        wait_until(lambda: not processes_of(name), 60)
+        wait_until(lambda: not processes_of(job), 60)
         if number == signal.SIGINT:
-            assert "KeyboardInterrupt" in output.read_text()
-    finally:
-        kill_processes_of(name)
-        caller.wait()
+            assert "KeyboardInterrupt" in printed()

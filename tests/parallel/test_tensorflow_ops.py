@@ -66,13 +66,6 @@ def test_the_operations(way: Callable, rank: int, size: int) -> None:
     np.testing.assert_allclose(results, [total / size, total, total / size, total, 1, size, product], rtol=1e-15)
 
 
-@pytest.mark.horovod("allreduce")
-@either_way
-def test_prescale_and_postscale(way: Callable, rank: int, size: int) -> None:
-    step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0))
-    assert step(tf.constant(rank + 1.0)).numpy() == 2 * size * (size + 1)
-
-
 @pytest.mark.horovod("precision-of-factors")
 @either_way
 def test_float64_keeps_its_precision(way: Callable, size: int) -> None:

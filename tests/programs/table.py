@@ -191,7 +191,7 @@ PROGRAMS = [
     orders(2, "shuffled_order.py 100 50", "100 steps of 50 tensors are right, 0 errors"),
     orders(2, "shuffled_order.py 50 30 caught", "50 steps of 30 tensors are right, 10 errors"),
     orders(2, "waits_of_all_kinds.py 100 3", "100 steps in one thread, and in 3"),
-    collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 4),
+    collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 2),
     collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 3, "7"),
     by_name(2, "parameter_server", r"^rank \d: InvalidRequestError: strategy\(.parameter_server.\) needs a "
             r"coordinator, a worker and a parameter server\. Start 3 or more ranks .*\. Received: 2 ranks$"),
