@@ -20,7 +20,6 @@ from mpistrat.tensorflow.xla import context
 from ..programs.features.keras_steps import OwnStep
 from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd
 from ..support.levels import sample
-from ..support.overwritten import LargestOfBatch
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data
 
 
@@ -272,6 +271,26 @@ class ReportsLosses(keras.Sequential):
         self.mean.update_state(loss)
         self.of_function.update_state(keras.losses.MeanAbsoluteError()(y, predicted))
         return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
+
+
+class LargestOfBatch(keras.layers.Layer):
+    """Keeps the largest absolute value of its batch in a weight, as Keras' float8 does; NaN for a batch without rows.
+
+    Its results are its inputs.
+    """
+
+    def build(self, shape: Any) -> None:
+        self.largest = self.add_weight(shape=(), initializer="zeros", name="largest", dtype="float32")
+        self.largest.overwrite_with_gradient = True
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def kept(values: Any, largest: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                value = tf.reduce_max(tf.abs(values)) + 0 * tf.reduce_mean(values)
+                return upstream, tf.cast(value, largest.dtype)
+            return values, gradient
+        return kept(x, self.largest.value)
 
 
 UNEVEN: dict[str, Callable[[], Any]] = {

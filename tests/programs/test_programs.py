@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ..support.jobs import ROOT, needs_mpirun, run_job, run_limited
+from ..support.levels import sample
 from ..support.scripts import Line, Ran
 from . import table
 from .conftest import check
@@ -75,7 +76,7 @@ def test_an_example_trains_as_one_process_does(needed: tuple[Program, ...], ran:
     assert accuracy == pytest.approx(accuracy_of_one, abs=0.006)
 
 
-@pytest.mark.parametrize("needed", [table.TRAINED], ids=["all"])
+@sample("needed", table.TRAINED, ids=["2", "3"])
 def test_all_ranks_have_the_same_bits_and_one_process_almost(needed: tuple[Program, ...],
                                                              ran: Callable[[Line], Ran]) -> None:
     def results(line: Program) -> list[dict[str, np.ndarray]]:
@@ -91,14 +92,15 @@ def test_all_ranks_have_the_same_bits_and_one_process_almost(needed: tuple[Progr
                                        err_msg=f"{name}, {line.ranks} ranks")
 
 
-@pytest.mark.parametrize("needed", table.NAMED, ids=lambda lines: str(lines[0]))
+@pytest.mark.parametrize("needed", [*table.NAMED[:-1], pytest.param(table.NAMED[-1], marks=pytest.mark.nightly)],
+                         ids=lambda lines: str(lines[0]))
 def test_the_same_script_gives_the_same_numbers_under_the_strategy_of_each_name(
         needed: tuple[Program, ...], ran: Callable[[Line], Ran]) -> None:
     numbers, expected = (check(line, ran) for line in needed)
     assert numbers == pytest.approx(expected * needed[0].ranks, abs=2e-5 if needed[0].ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("needed", [table.CENTRAL], ids=["3"])
+@sample("needed", table.CENTRAL, ids=["2", "3"])
 def test_central_storage_keeps_slots_once_and_gives_the_bits_of_mirrored(needed: tuple[Program, ...],
                                                                          ran: Callable[[Line], Ran]) -> None:
     central, mirrored = (ran(line).well for line in needed)
@@ -107,7 +109,7 @@ def test_central_storage_keeps_slots_once_and_gives_the_bits_of_mirrored(needed:
     assert digest == other
     slots, everywhere = ([int(nbytes) for nbytes in re.findall(r"^rank \d: (\d+) bytes for", said, re.MULTILINE)]
                          for said in (central, mirrored))
-    assert everywhere == [slots[0]] * 3
+    assert everywhere == [slots[0]] * needed[0].ranks
     assert all(nbytes < 20 for nbytes in slots[1:])
 
 
