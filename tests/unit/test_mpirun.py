@@ -11,16 +11,7 @@ import pytest
 
 from mpistrat.cli import mpirun
 from mpistrat.cli.hostfile import parse_list, read_hostfile
-from mpistrat.cli.mpirun import (
-    Job,
-    LaunchCommand,
-    Machine,
-    Mpirun,
-    check_count,
-    compose,
-    find_mpirun,
-    identify,
-)
+from mpistrat.cli.mpirun import Job, LaunchCommand, Machine, Mpirun, check_count, compose, find_mpirun, identify
 from mpistrat.core.errors import LaunchError
 from mpistrat.core.install import pip_extra
 from mpistrat.process.launchers import INTEL_MPI, MPICH, OPEN_MPI
