@@ -261,7 +261,7 @@ def test_the_ranks_of_both_hosts_end_when_mpirun_was_killed(hosts: Hosts, tmp_pa
                                     env={}, limit_s=60)
     seconds = job.ended_at - float(mark.read_text())
     print(f"all ranks had ended {seconds:.1f} s after mpirun")
-    # As in test_launcher.py, the ranks look every second, and the rest is for a busy machine.
+    # As in test_failures.py, the ranks look every second, and the rest is for a busy machine.
     assert seconds < 10, job.output
 
 
