@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
 }
 
 
-REPEATED = ("mask, eager", "mask, accumulated", "mask and weights", "two masks", "mask, mean by weights", "sum",
+REPEATED = ("mask", "mask, eager", "mask, accumulated", "mask and weights", "two masks", "mask, mean by weights", "sum",
             "mean by weights, compiled")
 
 
