@@ -19,12 +19,21 @@ from tests.support.dtypes import dtype_of
 
 
 class Gpu:
-    """cupy's arrays on this rank's GPU."""
+    """This rank's GPU, and cupy's arrays on it."""
+
+    number = 0
 
     def __init__(self) -> None:
         import cupy
         self._cupy = cupy
-        cupy.cuda.Device(mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
+        self.number = mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()
+        cupy.cuda.Device(self.number).use()
+        self.name = cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
+
+    @property
+    def device(self) -> Any:
+        """The one that the engine uses, which is another one after each init()."""
+        return gpu_tensors.this_ranks_gpu(self.number)
 
     def array(self, values: np.ndarray) -> Any:
         """Copy to the GPU; as bytes, since cupy has no kernels for some dtypes."""
@@ -36,14 +45,14 @@ class Gpu:
         return np.asarray(self._cupy.asnumpy(array))
 
 
-class StandIn:
+class StandIn(Gpu):
     """In place of a GPU."""
 
     def __init__(self) -> None:
         from tests.support import gpu_stand_in
-        self.device = gpu_stand_in.Device(seed=mpistrat.rank())
-        device: Any = self.device
-        gpu_tensors.make_device = lambda number: device
+        make: Any = gpu_stand_in.Device
+        self.name = "stand-in, no GPU"
+        gpu_tensors.make_device = lambda number: make(seed=mpistrat.rank())
         KINDS["tests"] = Cupy()
 
     def array(self, values: np.ndarray) -> Any:

@@ -4,9 +4,13 @@ import signal
 
 import pytest
 
+from ..support.jobs import find_mpirun, needs_mpirun
+
 
 @pytest.fixture(scope="session", autouse=True)
-def _interruptible() -> None:
+def _jobs_can_start_and_be_interrupted() -> None:
     """A shell makes commands in the background ignore Ctrl-C, and what they start inherits that."""
+    if find_mpirun() is None:
+        pytest.skip(needs_mpirun.kwargs["reason"])
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

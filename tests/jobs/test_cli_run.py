@@ -1,4 +1,4 @@
-"""`mpistrat run` and `mpistrat doctor` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
+"""`mpistrat run`, `doctor` and `bench` with a real mpirun: ranks, exit codes, signals, variables, hosts."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,7 @@ from mpistrat.cli.mpirun import find_mpirun, identify
 from mpistrat.core.install import pip_extra
 from mpistrat.process.launchers import OPEN_MPI
 
-from ..support.jobs import (
-    ROOT,
-    Finished,
-    job_environment,
-    kill_processes_of,
-    needs_mpirun,
-    processes_of,
-    run_limited,
-    wait_until,
-)
+from ..support.jobs import ROOT, Finished, processes_of, run_job, run_limited, running, wait_until
 from ..support.levels import sample
 
 # The launcher has to work where nobody has prepared the environment for Open MPI.
@@ -44,30 +34,24 @@ def mpistrat(*words: str, env: dict[str, str] | None = None, limit_s: float = 60
 
 
 @pytest.mark.horovod("horovodrun")
-@needs_mpirun
 def test_every_rank_runs_the_command() -> None:
-    job = mpistrat("run", "-np", "2", "sh", "-c", f"echo rank {RANK}.")
-    assert job.code == 0, job.output
+    job = mpistrat("run", "-np", "2", "sh", "-c", f"echo rank {RANK}.").well()
     assert "rank 0." in job.output and "rank 1." in job.output
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_a_script_is_run_with_this_python(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; print(f'<{sys.executable}|{sys.argv[1:]}>')")
-    job = mpistrat("run", "-np", "2", "--", str(script), "--epochs", "3")
-    assert job.code == 0, job.output
+    job = mpistrat("run", "-np", "2", "--", str(script), "--epochs", "3").well()
     assert job.output.count(f"<{sys.executable}|['--epochs', '3']>") == 2
 
 
-@needs_mpirun
 def test_the_exit_code_is_that_of_the_rank_that_failed() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || exit 3")
     assert job.code == 3, job.output
 
 
-@needs_mpirun
 def test_a_rank_that_dies_of_a_signal_fails_the_job_and_the_last_line_says_so() -> None:
     job = mpistrat("run", "-np", "2", "sh", "-c", f"test {RANK} = 0 || kill -9 $$")
     # Open MPI says 128 + 9; MPICH says 9, which cannot be told from a rank that ended with code 9.
@@ -78,7 +62,6 @@ def test_a_rank_that_dies_of_a_signal_fails_the_job_and_the_last_line_says_so() 
     assert "noticed that process rank 1" in job.output or "BAD TERMINATION" in job.output, job.output
 
 
-@needs_mpirun
 def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
     job = run_limited(["env", "-u", "TF_CPP_MIN_LOG_LEVEL", *BARE, "run", "-np", "2",
                        "tests/scripts/one_rank_raises.py"], limit_s=200)
@@ -94,7 +77,6 @@ def test_an_exception_on_one_rank_ends_in_a_summary_on_one_screen() -> None:
     assert "Traceback" not in job.output and "MPI_ABORT" not in job.output, job.output
 
 
-@needs_mpirun
 def test_each_rank_prints_into_files_and_the_summary_is_on_the_terminal(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import mpistrat as hvd\nhvd.init()\nprint('rank', hvd.rank())\n"
@@ -110,7 +92,6 @@ def test_each_rank_prints_into_files_and_the_summary_is_on_the_terminal(tmp_path
 
 
 @pytest.mark.nightly
-@needs_mpirun
 @pytest.mark.parametrize("options", [[], ["--traceback", "--all-output"]])
 def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_for(tmp_path: Path,
                                                                                    options: list[str]) -> None:
@@ -126,7 +107,6 @@ def test_an_error_of_all_ranks_before_init_is_printed_once_unless_all_is_asked_f
 
 
 @pytest.mark.nightly
-@needs_mpirun
 @pytest.mark.parametrize(("others", "said"), [
     ("pass", r"sys\.exit\(3\)"),
     ("hvd.allreduce(np.ones(3))", r"sys\.exit\(3\), while other ranks wait for this one: allreduce: ranks \[0\] .*")])
@@ -142,7 +122,6 @@ def test_sys_exit_on_a_rank_of_tensorflow_ends_the_job_with_one_line(tmp_path: P
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_a_mismatch_of_eager_tensors_is_printed_once(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     script = tmp_path / "script.py"
@@ -154,7 +133,6 @@ def test_a_mismatch_of_eager_tensors_is_printed_once(tmp_path: Path) -> None:
     assert "\nmpistrat.core.errors.MismatchError: sum: " in job.output, job.output
 
 
-@needs_mpirun
 def test_more_ranks_than_slots() -> None:
     command = ["-np", "3", "-H", "localhost:2", "sh", "-c", f"echo rank {RANK}."]
     job = mpistrat("run", *command)
@@ -164,17 +142,14 @@ def test_more_ranks_than_slots() -> None:
 
 
 @pytest.mark.horovod("horovodrun")
-@needs_mpirun
 @pytest.mark.parametrize("line", ["localhost slots=2", "localhost:2"])
 def test_a_hostfile_of_either_syntax(tmp_path: Path, line: str) -> None:
     (tmp_path / "hosts").write_text(f"# this machine\n{line}\n")
-    job = mpistrat("run", "-np", "2", "--hostfile", str(tmp_path / "hosts"), "sh", "-c", f"echo rank {RANK}.")
-    assert job.code == 0, job.output
+    job = mpistrat("run", "-np", "2", "--hostfile", str(tmp_path / "hosts"), "sh", "-c", f"echo rank {RANK}.").well()
     assert "rank 1." in job.output
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> None:
     """The other host is this one under another name, behind an `ssh` that forgets the environment."""
     mpirun = identify(find_mpirun(None, {"PATH": "/usr/local/bin:/usr/bin:/bin"}))
@@ -192,34 +167,23 @@ def test_variables_reach_a_host_whose_login_has_none_of_them(tmp_path: Path) -> 
         options = ["--prtemca", "plm_ssh_agent", str(agent)]
     env = {"MPISTRAT_LOG_LEVEL": "debug", "PYTHONPATH": f"{ROOT}:/extra", "UNRELATED": "1"}
     job = mpistrat("run", "-np", "2", "-H", "localhost:1,127.0.0.2:1", *options, "--", "sh", "-c",
-                   f'echo "{RANK} $(hostname) $MPISTRAT_LOG_LEVEL $PYTHONPATH."', env=env)
-    assert job.code == 0, job.output
+                   f'echo "{RANK} $(hostname) $MPISTRAT_LOG_LEVEL $PYTHONPATH."', env=env).well()
     assert f"1 other debug {ROOT}:/extra." in job.output, job.output
 
 
-@needs_mpirun
 @sample("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signals) -> None:
-    name = uuid.uuid4().hex
-    process = subprocess.Popen([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"], cwd=ROOT,
-                               env=job_environment(name, {}), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True,
-                               # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
-                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
-    try:
-        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(name)) == 2, 30)
+    # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
+    with running([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"],
+                 preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)) as (process, job, printed):
+        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(job)) == 2, 30)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
-        assert process.returncode == 128 + number
+        assert process.wait(30) == 128 + number
         last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
-        assert output.splitlines()[-1].startswith(last), output
-        wait_until(lambda: not processes_of(name), 10)
-    finally:
-        process.kill()
-        kill_processes_of(name)
+        assert printed().splitlines()[-1].startswith(last), printed()
+        wait_until(lambda: not processes_of(job), 10)
 
 
-@needs_mpirun
 @pytest.mark.parametrize(("way", "code", "last"), [
     ("goes on", 0, "rank 0 goes on"), ("raises", 130, "saved"), ("again", 130, "interrupted in steps")])
 def test_ctrl_c_interrupts_all_ranks_in_the_same_step_and_leaves_them_time_to_save(way: str, code: int,
@@ -234,7 +198,6 @@ def test_ctrl_c_interrupts_all_ranks_in_the_same_step_and_leaves_them_time_to_sa
     assert ends.get(way, "saved") in job.output.splitlines(), job.output
 
 
-@needs_mpirun
 def test_rank_0_gets_stdin_to_its_end_and_a_loop_of_a_shell_keeps_its_lines(tmp_path: Path) -> None:
     run = f"{shlex.join(BARE)} run -np 2"
     reads, empty = (f"{run} {shlex.join(['sh', '-c', each])}" for each in ("cat; echo end", "cat >&2; echo empty"))
@@ -250,7 +213,6 @@ printf '1\\n2\\n' | while read line; do {run} true; echo "turn $line"; done
         ["", "of a pipe", "of a file", *["end"] * 4, "empty", "empty", "turn 1", "turn 2"]), job.output
 
 
-@needs_mpirun
 def test_a_rank_whose_wrapper_joins_stderr_and_stdout_reports_to_the_summary(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import mpistrat, numpy as np\nmpistrat.init()\nif mpistrat.rank():\n"
@@ -270,7 +232,6 @@ def silent(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-@needs_mpirun
 def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str]) -> None:
     job = mpistrat("run", "-np", "2", "--start-timeout", "1", "-H", "node9:2", "--", "true", env=silent)
     assert (job.code, job.left) == (1, ()), job.output
@@ -278,25 +239,15 @@ def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str])
     assert job.output.splitlines()[-1] == f"mpistrat run: the job has ended with exit code 1: {NO_ANSWER}", job.output
 
 
-@needs_mpirun
 def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, str]) -> None:
-    name = uuid.uuid4().hex
-    process = subprocess.Popen([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], cwd=ROOT,
-                               env=job_environment(name, silent), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(name)), 30)
+    with running([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], env=silent) as (process, job, printed):
+        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(job)), 30)
         process.terminate()
-        output, _ = process.communicate(timeout=20)  # mpirun itself does not end.
-        assert process.returncode == 143, output
-        assert not processes_of(name), output
-    finally:
-        process.kill()
-        kill_processes_of(name)
+        assert process.wait(20) == 143, printed()  # mpirun itself does not end.
+        assert not processes_of(job), printed()
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_doctor_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
     job = mpistrat("doctor", "-np", "2", "-H", "node9:2", env=silent)
     assert (job.code, job.left) == (1, ()), job.output
@@ -327,7 +278,6 @@ def test_doctor_survives_a_library_that_is_none() -> None:
     assert "/no/libmpi.so" in job.output
 
 
-@needs_mpirun
 def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
     job = mpistrat("doctor", "-np", "2", limit_s=200)
     assert ": 2 ranks, " in job.output, job.output
@@ -337,7 +287,6 @@ def test_doctor_looks_at_ranks_and_runs_an_all_reduce() -> None:
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_doctor_says_what_fails_the_job_as_json() -> None:
     job = mpistrat("doctor", "-np", "2", "--json", env={"MPISTRAT_FUSION_TRESHOLD": "1"}, limit_s=200)
     assert job.code == 1, job.output
@@ -352,7 +301,6 @@ CORES = ("import os, mpistrat; mpistrat.init(); "
 
 
 @pytest.mark.nightly
-@needs_mpirun
 @pytest.mark.parametrize(("limit", "options", "variable", "why"), [
     (["taskset", "-c", "{first}"], [], "all", "because the host has fewer cores than its 2 ranks"),
     ([], ["--bind-to", "none"], "cores", "as it was started: MPISTRAT_BIND=none"),
@@ -363,9 +311,56 @@ def test_what_the_user_has_said_of_cores_wins_and_is_no_error(limit: list[str], 
     own = cpus[:1] if limit else cpus
     words = [word.format(first=cpus[0]) for word in limit]
     job = run_limited([*words, *BARE, "run", "-np", "2", *options, sys.executable, "-c", CORES],
-                      env={"MPISTRAT_LOG_LEVEL": "info", "MPISTRAT_BIND": variable}, limit_s=60)
-    assert job.code == 0, job.output
+                      env={"MPISTRAT_LOG_LEVEL": "info", "MPISTRAT_BIND": variable}, limit_s=60).well()
     for rank in range(2):
         assert f"CPUs {own} of rank {rank}" in job.output
     assert re.search(rf"INFO.*rank 0: runs on {len(own)} CPUs of .*{why}", job.output), job.output
     assert "WARNING" not in job.output
+
+
+# -- mpistrat bench under mpirun and alone: the table, the picture and the file of points ------------------------------
+
+
+@sample("ranks", [2, 3])
+def test_a_table_a_picture_and_a_file(ranks: int, tmp_path: Path) -> None:
+    picture, points = tmp_path / "figure.png", tmp_path / "points.json"
+    job = run_job(ranks, ["python", "-m", "mpistrat", "bench", "1KB", "64KB", "400x1KB", "reducescatter-64KB",
+                          "alltoall-64KB", "--repeats", "3", "--plot", str(picture), "--json", str(points)]).well()
+    assert f"{ranks} ranks on 1 host, shared_memory" in job.output
+    assert [line.split()[:3] for line in job.output.splitlines() if "KB " in line] == [
+        ["1KB", "1", "1,024"], ["64KB", "1", "65,536"], ["400x1KB", "400", "409,600"],
+        ["reducescatter-64KB", "1", "65,536"], ["alltoall-64KB", "1", "65,536"]], job.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "\x1b" not in job.output  # Open MPI gives ranks a pty, but mpirun's output is a file here.
+    assert [(p["case"], p["ranks"]) for p in json.loads(points.read_text()) if 0 <= p["hidden"] <= 1] == [
+        (case, ranks) for case in ("1KB", "64KB", "400x1KB", "reducescatter-64KB", "alltoall-64KB")]
+
+
+def test_one_rank_without_mpirun_has_nothing_to_compare_with() -> None:
+    job = run_limited([sys.executable, "-m", "mpistrat", "bench", "1KB", "reducescatter-1KB", "alltoall-1KB",
+                       "--repeats", "3"]).well()
+    rows = [line.split() for line in job.output.splitlines()[-3:]]
+    assert [[*row[4:5], *row[7:]] for row in rows] == [["-"] * 3] * 3, job.output
+
+
+# -- mpistrat run --efficiency: one rank, then all ranks, ended after the first steps ----------------------------------
+
+
+LINE = [sys.executable, "-m", "mpistrat", "run", "-np", "2", "--efficiency", "20", "--", sys.executable,
+        "tests/scripts/timed_steps.py"]
+
+
+def test_all_ranks_end_after_the_same_steps_and_their_speed_is_told() -> None:
+    job = run_limited(LINE).well()
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        assert f"rank {rank} of {size} ends" in job.output, job.output
+    assert "not reached" not in job.output
+    assert "\n2 ranks train " in job.output, job.output
+    assert " rows per second, and " in job.output, job.output
+
+
+@pytest.mark.nightly
+def test_a_script_that_ends_too_early_is_told() -> None:
+    job = run_limited([*LINE, "short"])
+    assert job.code == 2, job.output
+    assert "the script ended after 3 steps, but --efficiency should time 20 steps." in job.output, job.output

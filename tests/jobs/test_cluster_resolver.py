@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.jobs import Finished, find_mpirun, job_environment, needs_mpirun, run_job
-
-pytestmark = needs_mpirun
+from ..support.jobs import Finished, find_mpirun, job_environment, run_job
 
 LIMIT_S = 200.0
 SURVIVE = ["--with-ft", "ulfm"]
@@ -53,8 +51,7 @@ def accuracy_of(job: Finished, workers: int) -> float:
 
 
 def test_asynchronous_training_learns_and_all_processes_end_with_the_coordinator() -> None:
-    job = run(4, "examples/parameter_server.py")
-    assert job.code == 0, job.output
+    job = run(4, "examples/parameter_server.py").well()
     assert "rror" not in job.said, job.output
     assert accuracy_of(job, 2) >= 0.93, job.output
 
@@ -69,8 +66,7 @@ def test_too_few_ranks_for_parameter_servers_are_told_so() -> None:
 
 @pytest.mark.nightly
 def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
-    job = kill(1, 4, tmp_path)
-    assert job.code == 0, job.output
+    job = kill(1, 4, tmp_path).well()
     assert re.search(r"rank 1 \(worker 0, on .*\) has died before the chief", job.output), job.output
     assert accuracy_of(job, 2) >= 0.93, job.output
     assert "Traceback" not in job.output, job.output
@@ -79,8 +75,7 @@ def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_those_that_survive_do_not_wait_for_the_dead_in_mpi_finalize() -> None:
     """Which takes for ever, one time in ten."""
-    job = run(4, "tests/scripts/worker_dies.py", survive=True)
-    assert job.code == 0, job.output
+    job = run(4, "tests/scripts/worker_dies.py", survive=True).well()
     for rank in (0, 2, 3):
         assert job.of_rank(rank) == ["ends", "MPI_Finalize does not wait"], job.output
 
@@ -111,8 +106,7 @@ def test_a_job_ends_when_the_chief_or_the_parameter_server_is_killed(role: str, 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way, ranks", [("ends", 2), ("closes", 3), ("shuts down", 3)])
 def test_the_others_return_when_the_chief_is_done(way: str, ranks: int) -> None:
-    job = run(ranks, "tests/scripts/cluster_ends.py", way)
-    assert job.code == 0, job.output
+    job = run(ranks, "tests/scripts/cluster_ends.py", way).well()
     assert job.of_rank(0) == ["ends"], job.output
     for rank in range(1, ranks):
         assert job.of_rank(rank) == ["returned False", "returned True", "ends"], job.output
@@ -120,8 +114,7 @@ def test_the_others_return_when_the_chief_is_done(way: str, ranks: int) -> None:
 
 @pytest.mark.nightly
 def test_a_collective_that_needs_ranks_that_wait_is_an_error() -> None:
-    job = run(3, "tests/scripts/cluster_ends.py", "calls a barrier")
-    assert job.code == 0, job.output
+    job = run(3, "tests/scripts/cluster_ends.py", "calls a barrier").well()
     assert job.of_rank(0)[0].startswith("ShutdownError: lonely: ranks [0] "), job.output
     assert " for ranks [1, 2], which have already shut down" in job.of_rank(0)[0], job.output
     assert job.of_rank(1)[-2:] == ["returned True", "ends"], job.output
@@ -154,8 +147,7 @@ def test_when_the_chief_is_killed_all_that_survive_end_with_an_error() -> None:
 
 @pytest.mark.nightly
 def test_tensorflows_own_multi_worker_strategy_needs_no_tf_config() -> None:
-    job = run(3, "tests/scripts/stock_multi_worker.py")
-    assert job.code == 0, job.output
+    job = run(3, "tests/scripts/stock_multi_worker.py").well()
     assert [job.of_rank(rank) for rank in range(3)] == [["sum 6.0 of 3, variable 0.0"]] * 3, job.output
 
 
@@ -174,8 +166,7 @@ def test_a_resolver_before_init_is_an_error_on_every_rank(ranks: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_evaluator_follows_the_checkpoints_to_the_last_one(ranks: int, tmp_path: Path) -> None:
-    job = run(ranks, "examples/evaluator.py", "--directory", str(tmp_path))
-    assert job.code == 0, job.output
+    job = run(ranks, "examples/evaluator.py", "--directory", str(tmp_path)).well()
     evaluated = re.findall(r"^evaluator: checkpoint (\d+), test accuracy (\d\.\d{3})$", job.output, re.MULTILINE)
     numbers = [int(number) for number, _ in evaluated]
     assert numbers == sorted(set(numbers)) and numbers[-1] == 8, job.output

@@ -12,10 +12,9 @@ import pytest
 
 from mpistrat.elastic.agent import HOST_LOST_AFTER_S
 
-from ..support.jobs import Finished, needs_mpirun, run_limited
+from ..support.jobs import Finished, run_limited
 from ..support.levels import sample
 
-pytestmark = [needs_mpirun]
 SCRIPT = "tests/scripts/elastic_steps.py"
 EPOCHS = 2
 
@@ -82,8 +81,7 @@ def test_with_new_processes_after_each_loss() -> None:
 @pytest.mark.parametrize("door", [(), ("strategy",)], ids=["optimizer", "strategy"])
 def test_the_state_of_a_lost_rank_is_in_the_commits(door: Sequence[str]) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
-                       "tests/scripts/elastic_sharded.py", *door], limit_s=150)
-    assert job.code == 0 and job.left == (), job.output
+                       "tests/scripts/elastic_sharded.py", *door], limit_s=150).well()
     assert "the state of the sharded optimizer is divided among the ranks anew" in job.output
     lines = re.findall(r"rank \d: of \d, generation (\d), as one process: (\w+)", job.output)
     assert len(lines) >= 2 and set(lines) == {("2", "True")}, job.output
@@ -93,8 +91,7 @@ def test_the_state_of_a_lost_rank_is_in_the_commits(door: Sequence[str]) -> None
 @pytest.mark.parametrize(("way", "ranks", "generation"), [("--elastic", 2, 1), ("--elastic=restart", 3, 2)])
 def test_what_8_bit_numbers_have_rounded_off_is_in_the_commits(way: str, ranks: int, generation: int) -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", way, "-np", "3", sys.executable,
-                       "tests/scripts/elastic_quantised.py"], limit_s=150)
-    assert job.code == 0 and job.left == (), job.output
+                       "tests/scripts/elastic_quantised.py"], limit_s=150).well()
     lines = re.findall(rf"rank \d: of {ranks} on 2 hosts, generation {generation}, rounded off (\S+), lost (\S+)",
                        job.output)
     assert len(lines) == ranks, job.output
@@ -129,8 +126,7 @@ def test_a_rank_that_ends_before_init_is_reported_and_the_next_generation_starts
     for way in ("1 kill", "2 raise"):
         (tmp_path / way).touch()
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable, "-c", EARLY,
-                       str(tmp_path)], limit_s=120)
-    assert job.code == 0 and job.left == (), job.output
+                       str(tmp_path)], limit_s=120).well()
     first, second, third = re.split(r"generation \d starts with 3 ranks", job.output)
     assert "ranks [1] ended before init()" in first
     assert "FileNotFoundError: no such table" in second
@@ -288,8 +284,7 @@ def test_fit_leaves_out_no_batch_of_an_execution_and_no_gradient_of_an_update(do
     options = {"horovod": ["--elastic", "--max-np", "2", "--host-discovery-script", str(find)],
                "strategy": ["--elastic=restart", "-np", "2"]}[door]
     job = run_limited([sys.executable, "-m", "mpistrat", "run", *options, sys.executable,
-                       "tests/scripts/elastic_executions.py", door, str(log), str(hosts)], limit_s=90)
-    assert job.code == 0, job.output
+                       "tests/scripts/elastic_executions.py", door, str(log), str(hosts)], limit_s=90).well()
     ended = re.findall(r"rank \d of 2: generation 2, weight (\S+)", job.output)
     assert len(ended) == 2, job.output
     assert set(map(int, log.read_text().split())) == set(range(48)), job.output
@@ -302,8 +297,7 @@ def test_fit_leaves_out_no_batch_of_an_execution_and_no_gradient_of_an_update(do
 def test_a_commit_compares_the_weights_that_are_trained() -> None:
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic", "-np", "3", sys.executable,
                        "tests/scripts/elastic_drift.py"], limit_s=180,
-                      env={"MPISTRAT_CHECK_EVERY": "2"})
-    assert job.code == 0, job.output
+                      env={"MPISTRAT_CHECK_EVERY": "2"}).well()
     assert "in commit 2 the ranks have different weights, so they no longer train one model: the values of shared:0 " \
         "differ between ranks [0] and [1, 2]." in job.output
     # An error ends the generation, and the next one goes on from the commit before.
@@ -317,8 +311,7 @@ def test_a_commit_compares_the_weights_that_are_trained() -> None:
 def test_a_commit_has_the_state_of_the_outer_optimizer() -> None:
     """Eight steps in an epoch, an outer step after 3, 4 (a commit), 7 and 8; the loss is in the second epoch."""
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "--elastic=restart", "-np", "2", sys.executable,
-                       "tests/scripts/elastic_local_sgd.py"], limit_s=90)
-    assert job.code == 0, job.output
+                       "tests/scripts/elastic_local_sgd.py"], limit_s=90).well()
     said = re.findall(r"generation (\d), rank \d (\w+): step (\d+), outer steps (\d+), moves (\w+), (\w+)", job.output)
     assert len(said) == 6, job.output
     assert len(set(said)) == 3, job.output  # Both ranks have the same.

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ..support.jobs import JOB_VARIABLE, needs_mpirun, run_job, run_limited
+from ..support.jobs import JOB_VARIABLE, run_job, run_limited
 
 
-@needs_mpirun
 def test_a_stuck_job_prints_the_stacks_of_every_rank() -> None:
     script = "import os, time; print('rank', os.environ['OMPI_COMM_WORLD_RANK']); time.sleep(1000)"
     with pytest.raises(pytest.fail.Exception, match="was not done after 6 s") as failure:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ..support.in_scope import End, ends_of
-from ..support.jobs import needs_mpirun, run_job
+from ..support.jobs import run_job
 
-pytestmark = [needs_mpirun, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 _KERAS = importlib.util.find_spec("keras")
 _SOURCE = Path(_KERAS.origin).parent / "src" if _KERAS is not None and _KERAS.origin else Path("no Keras")

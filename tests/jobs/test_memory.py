@@ -3,24 +3,13 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from ..support.jobs import (
-    ROOT,
-    find_mpirun,
-    job_environment,
-    kill_processes_of,
-    needs_mpirun,
-    processes_of,
-    run_job,
-)
+from ..support.jobs import mpirun_line, processes_of, run_job, running
 
-pytestmark = needs_mpirun
 MANY = ["python", "tests/scripts/many_allreduces.py"]
 
 
@@ -31,8 +20,7 @@ def segments() -> set[str]:
 
 @pytest.mark.nightly
 def test_ten_thousand_steps_do_not_let_memory_grow() -> None:
-    job = run_job(2, [*MANY, "2000"], limit_s=600)
-    assert job.code == 0, job.output
+    job = run_job(2, [*MANY, "2000"], limit_s=600).well()
     assert [job.of_rank(rank) for rank in range(2)] == [["shared_memory with votes stays"]] * 2, job.output
 
 
@@ -45,8 +33,7 @@ MOST_GROWTH_BYTES = 32 * 10**6
 @pytest.mark.parametrize("operations", ["shared_memory", "mpi"])
 def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descriptors(operations: str) -> None:
     job = run_job(2, ["python", "tests/scripts/varied_sizes.py", "10000"], limit_s=600,
-                  env={"MPISTRAT_CPU_OPERATIONS": operations})
-    assert job.code == 0, job.output
+                  env={"MPISTRAT_CPU_OPERATIONS": operations}).well()
     for rank in range(2):
         line, = job.of_rank(rank)
         grown = re.fullmatch(r"grown by (-?\d+) bytes, other descriptors: \[\]", line)
@@ -57,8 +44,7 @@ def test_ten_thousand_collectives_of_other_sizes_leave_neither_memory_nor_descri
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("operations", "way"), [("shared_memory", "with votes"), ("mpi", "without votes")])
 def test_either_backend_can_be_asked_for(ranks: int, operations: str, way: str) -> None:
-    job = run_job(ranks, [*MANY, "3"], env={"MPISTRAT_CPU_OPERATIONS": operations})
-    assert job.code == 0, job.output
+    job = run_job(ranks, [*MANY, "3"], env={"MPISTRAT_CPU_OPERATIONS": operations}).well()
     assert [job.of_rank(rank) for rank in range(ranks)] == [[f"{operations} {way} stays"]] * ranks, job.output
 
 
@@ -74,8 +60,7 @@ HOSTS = {"one host": (2, 2, "shared_memory"), "two hosts of one rank": (2, 1, "h
     if (disabled, hosts) != ("none", "one host")])
 def test_ranks_vote_unless_the_setting_says_no(disabled: str, hosts: str, ranks: int) -> None:
     _, ranks_per_host, operations = HOSTS[hosts]
-    job = run_job(ranks, [*MANY, "3", str(ranks_per_host)], env={"MPISTRAT_DISABLE": disabled})
-    assert job.code == 0, job.output
+    job = run_job(ranks, [*MANY, "3", str(ranks_per_host)], env={"MPISTRAT_DISABLE": disabled}).well()
     expected = f"{operations} {'with' if disabled == 'none' else 'without'} votes stays"
     assert [job.of_rank(rank) for rank in range(ranks)] == [[expected]] * ranks, job.output
 
@@ -83,8 +68,7 @@ def test_ranks_vote_unless_the_setting_says_no(disabled: str, hosts: str, ranks:
 @pytest.mark.nightly
 @pytest.mark.parametrize("fusion_bytes", ["0", "1000", "100000"])
 def test_any_fusion_threshold_gives_the_same_results(fusion_bytes: str) -> None:
-    job = run_job(3, [*MANY, "3"], env={"MPISTRAT_FUSION_THRESHOLD": fusion_bytes})
-    assert job.code == 0, job.output
+    run_job(3, [*MANY, "3"], env={"MPISTRAT_FUSION_THRESHOLD": fusion_bytes}).well()
 
 
 # A limit on the size of files is one on memory that is shared as an anonymous file.
@@ -93,8 +77,7 @@ WITHOUT_MEMORY = ["sh", "-c", '[ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 0 ] && u
 
 
 def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
-    job = run_job(3, WITHOUT_MEMORY)
-    assert job.code == 0, job.output
+    job = run_job(3, WITHOUT_MEMORY).well()
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["mpi without votes stays"] * 3, job.output
     problem = re.findall(r"(?m)^(rank \d): [\d.]+ MiB of memory cannot be shared among the ranks of", job.output)
     assert problem == ["rank 0"], job.output
@@ -104,8 +87,7 @@ def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
 @pytest.mark.nightly
 def test_with_little_room_for_shared_memory_the_chunks_are_small() -> None:
     little = [*WITHOUT_MEMORY[:2], WITHOUT_MEMORY[2].replace("ulimit -f 100", "ulimit -f 40000"), *WITHOUT_MEMORY[3:]]
-    job = run_job(3, little, env={"MPISTRAT_LOG_LEVEL": "info"})
-    assert job.code == 0, job.output
+    job = run_job(3, little, env={"MPISTRAT_LOG_LEVEL": "info"}).well()
     assert job.output.count("Smaller chunks are tried.") == 2, job.output
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["shared_memory with votes stays"] * 3, job.output
 
@@ -118,26 +100,17 @@ def test_without_room_for_shared_memory_that_was_asked_for_every_rank_is_told() 
 
 
 def test_nothing_is_left_when_all_ranks_are_killed() -> None:
-    mpirun = find_mpirun()
-    assert mpirun is not None
     before = segments()
-    line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable,
-            "tests/scripts/many_allreduces.py", "1000000"]
-    job = f"killed-{os.getpid()}-{time.monotonic_ns()}"
-    with subprocess.Popen(line, env=job_environment(job, {}), cwd=ROOT, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.DEVNULL) as process:
-        try:
-            ranks: list[psutil.Process] = []
-            until = time.monotonic() + 60
-            while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
-                assert time.monotonic() < until, "the ranks do not come to share memory"
-                time.sleep(0.05)
-                ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
-            for rank in ranks:
-                rank.send_signal(signal.SIGKILL)
-            assert process.wait(60) != 0
-        finally:
-            kill_processes_of(job)
+    with running(mpirun_line(2, ["python", "tests/scripts/many_allreduces.py", "1000000"])) as (process, job, _):
+        ranks: list[psutil.Process] = []
+        until = time.monotonic() + 60
+        while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
+            assert time.monotonic() < until, "the ranks do not come to share memory"
+            time.sleep(0.05)
+            ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        assert process.wait(60) != 0
     assert segments() == before
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ..support.jobs import ROOT, needs_mpirun, run_job
+from ..support.jobs import ROOT, run_job
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/parallel/test_*.py"))
 # Each is a session of its own, so that none is long.
@@ -58,7 +58,6 @@ def watch(request: pytest.FixtureRequest) -> Callable[[str], None]:
     return show
 
 
-@needs_mpirun
 @pytest.mark.parametrize("ranks, part, files, tests", [
     pytest.param(*session, marks=[] if session[3] == NOT_NIGHTLY else [pytest.mark.nightly],
                  id=f"{session[0]}-{session[1]}" + ("-nightly" if session[3] == "nightly" else ""))
@@ -68,7 +67,6 @@ def test_every_rank_passes(ranks: int, part: str, files: list[str], tests: str, 
     if part == KERAS_2:
         pytest.importorskip("tf_keras")
     env = {"TF_USE_LEGACY_KERAS": "1"} if part == KERAS_2 else {}
-    job = run_job(ranks, command, env=env, limit_s=1200, watch=watch)
-    assert job.code == 0, job.output
+    job = run_job(ranks, command, env=env, limit_s=1200, watch=watch).well()
     assert " passed" in job.output, job.output
     print(job.output)

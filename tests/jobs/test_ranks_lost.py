@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from ..support.jobs import Finished, needs_mpirun, run_job
+from ..support.jobs import Finished, run_job
 from ..support.levels import sample
-
-pytestmark = needs_mpirun
 
 TOLERANT = ["--with-ft", "ulfm"]
 # By kind: the number of ranks, and those that are killed.
@@ -36,9 +34,8 @@ def run(ranks: int, *command: str) -> Finished:
 @sample("kind", KINDS)
 def test_the_ranks_that_are_left_go_on_with_right_results(kind: str) -> None:
     ranks, victims = KINDS[kind]
-    job = run(ranks, "tests/scripts/ranks_lost.py", kind, victims, "0.2")
+    job = run(ranks, "tests/scripts/ranks_lost.py", kind, victims, "0.2").well()
     print(job.said)
-    assert job.code == 0, job.output
     assert len(re.findall("went on as rank", job.output)) == ranks - len(victims.split(",")), job.output
 
 
@@ -62,8 +59,7 @@ def test_the_exit_code_after_a_loss_is_that_of_the_script() -> None:
 
 @pytest.mark.nightly
 def test_a_recovery_leaves_nothing_behind() -> None:
-    job = run(3, "tests/scripts/recover_often.py")
-    assert job.code == 0, job.output
+    job = run(3, "tests/scripts/recover_often.py").well()
     for rank in range(3):
         early, late = json.loads(job.of_rank(rank)[0])
         megabytes = late.pop("MiB") - early.pop("MiB")
@@ -74,14 +70,13 @@ def test_a_recovery_leaves_nothing_behind() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["shared_memory", "mpi"])
 def test_every_wait_ends_when_ranks_are_lost(backend: str) -> None:
-    job = run_job(3, ["python", "tests/scripts/lose_ends_waits.py"], env={"MPISTRAT_CPU_OPERATIONS": backend})
+    job = run_job(3, ["python", "tests/scripts/lose_ends_waits.py"], env={"MPISTRAT_CPU_OPERATIONS": backend}).well()
     kinds = [line for line in job.of_rank(0) if ":" in line]
     assert len(kinds) == 9, job.output
     for line in kinds:
         kind, rest = line.split(": ")
         assert rest == ("no error soon" if kind == "in_shutdown" else "RanksLostError soon; later RanksLostError"), line
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["done"] * 3, job.output
-    assert job.code == 0, job.output
 
 
 @pytest.mark.nightly

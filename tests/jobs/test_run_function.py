@@ -2,28 +2,16 @@
 
 import re
 import signal
-import subprocess
 import sys
-import uuid
-from pathlib import Path
 
 import pytest
 
-from ..support.jobs import (
-    ROOT,
-    job_environment,
-    kill_processes_of,
-    needs_mpirun,
-    processes_of,
-    run_limited,
-    wait_until,
-)
+from ..support.jobs import processes_of, run_limited, running, wait_until
 
 SCRIPT = [sys.executable, "tests/scripts/run_function.py"]
 
 
 @pytest.mark.horovod("run")
-@needs_mpirun
 def test_results_come_in_the_order_of_ranks_and_an_exception_comes_home() -> None:
     job = run_limited([*SCRIPT, "result", "fails"])
     assert job.code == 0 and "result: done" in job.output, job.output
@@ -47,10 +35,8 @@ CASES = {
 
 
 @pytest.mark.nightly
-@needs_mpirun
 def test_ends_of_all_kinds() -> None:
-    job = run_limited([*SCRIPT, *CASES], limit_s=240)
-    assert job.code == 0, job.output
+    job = run_limited([*SCRIPT, *CASES], limit_s=240).well()
     for case, text in CASES.items():
         assert re.search(f"\\b{case}: {text}", job.output), f"{case}\n{job.output}"
     # What no rank could bring home is in the output.
@@ -62,19 +48,11 @@ def test_ends_of_all_kinds() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@needs_mpirun
-def test_the_job_ends_with_the_process_that_called(number: signal.Signals, tmp_path: Path) -> None:
-    name, output = uuid.uuid4().hex, tmp_path / "output"
-    with output.open("wb") as file:
-        caller = subprocess.Popen([*SCRIPT, "sleeps"], cwd=ROOT, env=job_environment(name, {}),
-                                  stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        wait_until(lambda: output.read_text().count(": sleeps") == 2, 60)
+def test_the_job_ends_with_the_process_that_called(number: signal.Signals) -> None:
+    with running([*SCRIPT, "sleeps"]) as (caller, job, printed):
+        wait_until(lambda: printed().count(": sleeps") == 2, 60)
         caller.send_signal(number)
         assert caller.wait(60) != 0
-        wait_until(lambda: not processes_of(name), 60)
+        wait_until(lambda: not processes_of(job), 60)
         if number == signal.SIGINT:
-            assert "KeyboardInterrupt" in output.read_text()
-    finally:
-        kill_processes_of(name)
-        caller.wait()
+            assert "KeyboardInterrupt" in printed()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.jobs import ROOT, Finished, job_environment, kill_processes_of, needs_mpirun, run_limited, wait_until
+from ..support.jobs import ROOT, Finished, job_environment, kill_processes_of, run_limited, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
@@ -39,7 +39,6 @@ os.write(1, f"rank {mpistrat.rank()} of {total}, node {os.environ['SLURMD_NODENA
 """
 
 pytestmark = [
-    needs_mpirun,
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
     pytest.mark.skipif(any(shutil.which(name, path=PATH) is None for name in PROGRAMS),
                        reason="no Slurm (Debian: apt-get install munge slurmctld slurmd slurm-client libpmix-dev)")]
@@ -151,8 +150,7 @@ def ranks_of(output: str) -> list[tuple[str, str, str]]:
 
 
 def test_srun_with_pmix_starts_the_ranks_and_these_share_the_cores(slurm: Slurm) -> None:
-    job = slurm.srun("--mpi=pmix", "--ntasks=2", f"--nodelist={HOST}", "--cpu-bind=none")
-    assert job.code == 0, job.output
+    job = slurm.srun("--mpi=pmix", "--ntasks=2", f"--nodelist={HOST}", "--cpu-bind=none").well()
     (size, _, cpus), (_, _, other_cpus) = ranks_of(job.output)
     assert size == "2"
     assert len(os.sched_getaffinity(0)) == 1 or not set(cpus.split()) & set(other_cpus.split()), job.output
@@ -199,8 +197,6 @@ def test_doctor_in_an_allocation_says_which_mpi_of_srun_fits(slurm: Slurm) -> No
 def test_an_elastic_job_goes_on_with_the_nodes_of_the_allocation_when_a_rank_is_lost(slurm: Slurm) -> None:
     line = ["salloc", "--ntasks=2", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "mpistrat", "run",
             "--elastic", "-np", "2", sys.executable, "tests/scripts/elastic_steps.py", "--kill", "1:1:5:before"]
-    job = run_limited(line, env=slurm.environment)
-    assert job.code == 0, job.output
+    job = run_limited(line, env=slurm.environment).well()
     for rank in (0, 1):
         assert f"rank {rank}: of 2, generation 2, step 30, each row at least 2 times, 0 more" in job.output, job.output
-    assert job.left == (), job.output

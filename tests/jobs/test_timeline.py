@@ -11,17 +11,14 @@ from mpistrat.cli.main import main
 from mpistrat.core.topology import rank_list
 from mpistrat.trace.timeline import records_in
 
-from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
+from ..support.jobs import ROOT, Finished, run_job, run_limited
 from ..support.levels import sample
-
-pytestmark = needs_mpirun
 
 
 @pytest.mark.horovod("timeline")
 def test_a_rank_that_is_50_ms_late_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "f.json"
-    job = run_job(2, ["python", "tests/scripts/timeline_steps.py", str(path), "10"])
-    assert job.code == 0, job.output
+    run_job(2, ["python", "tests/scripts/timeline_steps.py", str(path), "10"]).well()
     assert json.loads(path.read_text())
     records = records_in(str(path))[0]
     assert sorted({(each.rank, each.step, each.name) for each in records}) == [
@@ -86,8 +83,7 @@ def test_a_job_that_ends_well_or_may_not_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_job_without_fit_ends_with_a_line_on_its_speed_and_the_slowest_rank() -> None:
-    job = run_job(2, ["python", "tests/scripts/late_rank.py"])
-    assert job.code == 0, job.output
+    job = run_job(2, ["python", "tests/scripts/late_rank.py"]).well()
     line, = (line for line in job.output.splitlines() if line.startswith("mpistrat: 2 ranks have done "))
     assert re.search(r" collectives per second; collectives took .*; the slowest was rank 1 on \S+, for which the "
                      r"others waited \d+% of", line), line

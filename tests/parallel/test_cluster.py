@@ -1,5 +1,6 @@
-"""A cluster formed by all ranks of this session, which share a host; and what does not make one."""
+"""A cluster formed by all ranks of this session, which share a host, what does not make one, and strategy(name)."""
 
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.api import runtime
 from mpistrat.cluster import Cluster, form
 from mpistrat.core.errors import ClusterError, InvalidRequestError
 from mpistrat.tensorflow import MPIClusterResolver
@@ -133,3 +136,65 @@ def test_a_server_takes_the_port_that_is_held(rank: int) -> None:
     chief = resolver.cluster_spec().task_address("chief", 0).rpartition(":")[2]
     socket.create_connection(("127.0.0.1", int(chief)), 10).close()
     mpistrat.barrier()
+
+
+# -- strategy(name): what each name answers with, and what it refuses --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mirrored", "multi_worker_mirrored", "central_storage"])
+def test_a_synchronous_strategy_is_ours(name: str, size: int) -> None:
+    strategy = hvd.strategy(name, random_per_rank=False)
+    assert isinstance(strategy, hvd.MPIStrategy)
+    assert strategy.num_replicas_in_sync == size
+    assert strategy.extended.random_per_rank is False
+    assert (strategy.extended.slots.owner == 0) == (name == "central_storage")
+
+
+@pytest.mark.parametrize("name, jobs, text", [
+    ("horovod", None, "strategy() takes one of the names mirrored, multi_worker_mirrored, central_storage, "
+     "parameter_server, one_device, default, tpu. Received: 'horovod'"),
+    ("tpu", None, "use tf.distribute.TPUStrategy"),
+    ("one_device", None, "are for one rank. "), ("default", None, "Received: 2 ranks"),
+    ("parameter_server", {"chief": 1, "evaluator": 1}, "strategy() does not start evaluators")])
+def test_other_names_are_refused_on_every_rank(name: str, jobs: Any, text: str, size: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        hvd.strategy(name, **{} if jobs is None else {"jobs": jobs})
+    assert text.replace("2 ranks", f"{size} ranks") in str(caught.value)
+
+
+# -- cross-device operations ------------------------------------------------------------------------------------------
+
+
+def warned_of(caplog: pytest.LogCaptureFixture, operations: Any) -> str:
+    with caplog.at_level(logging.WARNING, "mpistrat"):
+        hvd.strategy("mirrored", cross_device_ops=operations)
+    return " ".join(record.getMessage() for record in caplog.records if type(operations).__name__ in record.message)
+
+
+def test_reduction_to_one_device_is_said_not_to_be_there(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+    text = warned_of(caplog, tf.distribute.ReductionToOneDevice())
+    assert ("has no effect under MPI" in text) == (rank == 0)
+
+
+def test_nccl_is_said_not_to_be_there_where_it_is_not(caplog: pytest.LogCaptureFixture, rank: int) -> None:
+    text = warned_of(caplog, tf.distribute.NcclAllReduce())
+    assert ("NCCL is not available" in text) == (rank == 0 and not hvd.nccl_built())
+
+
+def test_hierarchical_reduction_is_what_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    text = warned_of(caplog, tf.distribute.HierarchicalCopyAllReduce())
+    assert ("leaves out the stage" in text) == (runtime.current().settings.cpu_operations == "mpi" and hvd.rank() == 0)
+
+
+# -- who is the chief -------------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_ask_for_the_chief_finds_the_first_rank(rank: int, size: int) -> None:
+    resolver = hvd.MPIStrategy().cluster_resolver
+    task_type, task_id, cluster = resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()
+    # As TensorFlow's tutorials ask: for Keras with workers only, and for a loop of one's own also with a chief.
+    assert (task_type is None or (task_type == "worker" and task_id == 0)) == (rank == 0)
+    assert (task_type == "chief" or ("chief" not in cluster and task_id == 0)) == (rank == 0)
+    assert sum(len(tasks) for tasks in cluster.values()) == size
+    extended = hvd.MPIStrategy().extended  # As Keras 2 and KerasTuner ask.
+    assert (extended._task_type, extended._task_id) == (task_type, task_id) == ("worker", rank)

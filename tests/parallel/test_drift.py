@@ -5,21 +5,19 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
 from mpistrat.api import runtime
+from mpistrat.keras.fit.fit_checks import ChecksWithinEpochs
+from mpistrat.tensorflow import MPIStrategy, consistency
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.keras.fit.fit_checks import ChecksWithinEpochs  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy, consistency  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
+from ..support.levels import sample
+from .helpers import everywhere
 
 BATCH, BATCHES, EVERY = 4, 12, 4
 HERE = "fit: before batch 9 of epoch 1"  # The second check; Poke changes something before it, after the first.

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
-
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
+import mpistrat.tensorflow as hvd
 
 NOT_ALL = "disagree on how many executions of the tf.function have ended in an error"
 WAY_OUT = "To go on in the same process, call shutdown\\(\\) and init\\(\\) on every rank"

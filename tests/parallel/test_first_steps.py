@@ -6,21 +6,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+import mpistrat.tensorflow as tape_hvd
 from mpistrat.api import runtime
+from mpistrat.tensorflow import consistency
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-tape_hvd = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.tensorflow import consistency  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks  # noqa: E402
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks
 
 COLUMNS, ROWS, BATCH = 5, 32, 8
 SAME_DATA = "all ranks train on the same data"

@@ -6,24 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+import mpistrat.tensorflow as hvd_tf
 from mpistrat.api import runtime
+from mpistrat.core.handle import Entry
+from mpistrat.keras.fit import fit_checks
+from mpistrat.tensorflow import gradients as reduced
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-hvd_tf = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.fit import fit_checks  # noqa: E402
-from mpistrat.tensorflow import gradients as reduced  # noqa: E402
-
-from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
+from ..support.keras_versions import needs_multi_optimizer
+from ..support.levels import sample
+from .helpers import everywhere
 
 COLUMNS, ROWS, BATCH = 4, 24, 8
 BroadcastCallback = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -432,6 +430,7 @@ def test_a_rank_that_stops_alone_is_named_on_every_rank(rank: int, size: int) ->
     assert f"ranks {others} go on to epoch 3" in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_early_stopping_on_one_rank_is_named(rank: int) -> None:
     early = keras.callbacks.EarlyStopping("loss", mode="max", patience=1)
     with pytest.raises(mpistrat.MismatchError, match=r"ended training after epoch \d+ \(stopped by EarlyStopping\)"):
@@ -588,7 +587,7 @@ def test_a_list_of_callbacks_of_the_users_is_left_as_it_was(rank: int) -> None:
     assert len(set(everywhere(running_mean(model).tobytes()))) == 1
 
 
-@pytest.mark.parametrize("form", [lambda c: c, lambda c: [[c]], lambda c: (c,)], ids=["one", "nested", "tuple"])
+@sample("form", [lambda c: [[c]], lambda c: c, lambda c: (c,)], ids=["nested", "one", "tuple"])
 def test_callbacks_may_be_given_in_any_form_and_by_position(form: Any, rank: int) -> None:
     model, batches = new_model(), list[int]()
     history = fit(model, rank, form(counting(batches)))

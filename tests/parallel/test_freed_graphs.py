@@ -5,22 +5,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.tensorflow.bridge import python_op
+from mpistrat.tensorflow.bridge.completion import COMPLETIONS
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-import mpistrat.keras  # noqa: E402
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.bridge import python_op  # noqa: E402
-from mpistrat.tensorflow.bridge.completion import COMPLETIONS  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .strategy_helpers import SUM  # noqa: E402
+from ..support.levels import sample
+from .strategy_helpers import SUM
 
 
 def reduced(x: Any) -> Any:

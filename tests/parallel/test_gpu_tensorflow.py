@@ -6,20 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+from mpistrat.api import tensors as gpu_tensors
+from mpistrat.engine.engine import Engine
+from mpistrat.gpu import backend
+from mpistrat.tensorflow.async_op import call_site
+from mpistrat.tensorflow.graph import buckets, xla_collective
+from mpistrat.tensorflow.xla import context, ffi
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-
-from mpistrat.api import tensors as gpu_tensors  # noqa: E402
-from mpistrat.engine.engine import Engine  # noqa: E402
-from mpistrat.gpu import backend  # noqa: E402
-from mpistrat.tensorflow.async_op import call_site  # noqa: E402
-from mpistrat.tensorflow.graph import buckets, xla_collective  # noqa: E402
-from mpistrat.tensorflow.xla import context, ffi  # noqa: E402
-
-from .helpers import assert_equal_on_all_ranks  # noqa: E402
-from .test_xla_collectives import COLLECTIVES, every_collective, numbers  # noqa: E402
+from .helpers import assert_equal_on_all_ranks
+from .test_xla_collectives import COLLECTIVES, every_collective, numbers
 
 
 def on_gpu(name: str) -> Any:

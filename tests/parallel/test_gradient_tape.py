@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow.gradients import GradientOptions, GradientReducer
 
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.tensorflow.gradients import GradientOptions, GradientReducer  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
+from ..support.levels import sample
+from .helpers import both_ways, eagerly, either_way, in_graph
 
 
 def quadratic(way: Callable, scale: Any, variables: Any, loss: Callable | None = None, **arguments: Any) -> Any:

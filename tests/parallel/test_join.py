@@ -4,20 +4,19 @@ import threading
 import time
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as keras_hvd
+import mpistrat.tensorflow as hvd
 from mpistrat.api import runtime
 from mpistrat.negotiation.subtree import JOIN
 
 from ..support.levels import sample
 from .helpers import everywhere
-
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.tensorflow")
-keras_hvd = pytest.importorskip("mpistrat.keras")
 
 
 def active_in(step: int, size: int) -> list[int]:

@@ -8,21 +8,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.core.handle import Entry
+from mpistrat.keras.bridge.private_names import distributed_in
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.bridge.private_names import distributed_in  # noqa: E402
-
-from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, either_way, in_graph  # noqa: E402
+from ..support.keras_versions import needs_multi_optimizer
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks, both_ways, eagerly, either_way, in_graph
 
 SHAPES = [(3, 2), (4,), (2, 1)]
 

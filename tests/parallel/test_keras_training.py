@@ -5,21 +5,19 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.core.install import numbers
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.core.install import numbers  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..programs.features.keras_models import Subclassed  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks  # noqa: E402
+from ..programs.features.keras_models import Subclassed
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks
 
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
 accumulates = pytest.mark.skipif(numbers(keras.__version__) < [3, 5], reason="this Keras accumulates clipped gradients")

@@ -4,20 +4,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
-
-from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks, everywhere
 
 STEPS, BATCH, COLUMNS = 5, 4, 6
 

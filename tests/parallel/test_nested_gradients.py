@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .strategy_helpers import SUM  # noqa: E402
+from ..support.levels import sample
+from .strategy_helpers import SUM
 
 ZERO = tf.UnconnectedGradients.ZERO
 Many = list[Any]  # a tensor for each rank, in one process; in a job with one rank's tensor in it
@@ -250,12 +248,13 @@ def programs_of(collective: str) -> list[str]:
 
 
 def cases() -> Iterator[Any]:
-    """Each way is of some programs; all ways and most programs of other collectives than the all-reduce are nightly."""
+    """Each way is of some programs. Nightly: all ways, what a longer program has in it, most of other collectives."""
     for collective in COLLECTIVES:
         for program in programs_of(collective):
             first = WAYS[PROGRAMS.index(program) % len(WAYS)]
             for way in WAYS if collective == "allreduce" else [first]:
-                repeats = way is not first or (collective != "allreduce" and program != "loop branch")
+                repeats = way is not first or (any(program in longer for longer in PROGRAMS if longer != program)
+                                               if collective == "allreduce" else program != "loop branch")
                 yield pytest.param(program, collective, way, marks=[pytest.mark.nightly] * repeats)
 
 

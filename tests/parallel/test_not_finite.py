@@ -4,19 +4,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
+from mpistrat.tensorflow.xla.context import why_not
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.xla.context import why_not  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
+from ..support.levels import sample
 
 BATCH, STEPS = 4, 6
 

@@ -1,18 +1,19 @@
-"""Random datasets of files beside rows in memory: under AUTO the ranks together have the rows of the plain dataset."""
+"""Random datasets of files beside rows in memory, and their iterators: under AUTO the ranks have the plain rows."""
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
-
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
+import mpistrat.tensorflow as hvd
+from mpistrat.tensorflow import MPIStrategy
 
 SEEDS = [pytest.param(seed, marks=[] if seed < 2 else pytest.mark.nightly) for seed in range(40)]
 
@@ -130,3 +131,75 @@ def test_the_ranks_have_the_rows_of_the_dataset(seed: int, shared_dir: str) -> N
         assert model.evaluate(dataset, verbose=0, return_dict=True)["tally"] == wanted
         pairs = dataset.map(lambda a, b: tf.stack([a, b], 1))
         assert model.predict(pairs, verbose=0).tolist() == list(map(list, plain))
+
+
+# -- iterators have no thread that tunes them, for which the destructor could wait; pipelines stay parallel ------------
+
+
+def threads_that_tune() -> int:
+    """How many threads of this process tune datasets."""
+    names = [task.joinpath("comm") for task in Path("/proc/self/task").iterdir()]
+    return sum(name.read_text().startswith("tf_data_model") for name in names if name.exists())
+
+
+@pytest.fixture(autouse=True)
+def _without_iterators() -> Iterator[None]:
+    gc.collect()  # Those of other tests, which may have begun before init().
+    yield
+
+
+def options(**fields: bool) -> tf.data.Options:
+    made = tf.data.Options()
+    for name, value in fields.items():
+        setattr(made.autotune if name == "enabled" else made.experimental_optimization, name, value)
+    return made
+
+
+PIPELINES = {
+    "map": lambda: tf.data.Dataset.range(6).map(lambda x: x * 2),
+    "asked for": lambda: tf.data.Dataset.range(6).map(lambda x: x * 2).with_options(options(enabled=True)),
+    "AUTOTUNE": lambda: tf.data.Dataset.range(6).map(lambda x: x * 2, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE),
+    "generator": lambda: tf.data.Dataset.from_generator(lambda: iter(range(0, 12, 2)), output_signature=tf.TensorSpec(
+        (), tf.int64)),
+    "py_function": lambda: tf.data.Dataset.range(6).map(lambda x: tf.numpy_function(lambda y: y * 2, [x], tf.int64)),
+    "no rewrites": lambda: tf.data.Dataset.range(6).map(lambda x: x * 2).with_options(options(
+        map_parallelization=False, inject_prefetch=False)),
+    "none by default": lambda: tf.data.Dataset.range(6).map(lambda x: x * 2).with_options(options(
+        apply_default_optimizations=False)),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_no_thread_tunes_a_dataset_and_its_elements_are_the_same(name: str) -> None:
+    before = threads_that_tune()
+    iterator = iter(PIPELINES[name]())
+    found = [int(next(iterator))]
+    assert threads_that_tune() - before == (hvd.size() == 1)
+    assert found + [int(value) for value in iterator] == [0, 2, 4, 6, 8, 10]
+
+
+def test_graphs_and_iterators_of_several_devices_and_reductions_too() -> None:
+    @tf.function
+    def total(dataset: tf.data.Dataset) -> tf.Tensor:
+        found = tf.constant(0, tf.int64)
+        for value in dataset:
+            found += value + tf.cast(tf.numpy_function(threads_that_tune, [], tf.int64), tf.int64) * 1000
+        return found
+
+    if hvd.size() == 1:
+        pytest.skip("With one rank, no other rank waits.")
+    assert int(total(tf.data.Dataset.range(4))) == 6
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    iterator = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(4)))
+    assert int(next(iterator)) == 0
+    assert threads_that_tune() == 0
+    counts = tf.data.Dataset.range(2).reduce(tf.constant(0, tf.int64), lambda sum_, _: sum_ + tf.numpy_function(
+        threads_that_tune, [], tf.int64))
+    assert int(counts) == 0
+
+
+def test_a_map_without_a_number_of_calls_is_parallel_and_a_prefetch_ends_the_pipeline() -> None:
+    """As TensorFlow rewrites them with autotuning."""
+    rewritten = tf.data.Dataset.range(6).map(lambda x: x * 2).batch(2)._apply_debug_options()
+    names = {node.op for node in tf.compat.v1.GraphDef.FromString(rewritten._as_serialized_graph().numpy()).node}
+    assert ({"ParallelMapDatasetV2", "PrefetchDataset"} <= names) == (hvd.size() > 1)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
 
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks, everywhere
+
 v1 = tf.compat.v1
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, everywhere  # noqa: E402
 
 
 @pytest.fixture(params=["v1", pytest.param("v2", marks=pytest.mark.nightly)], autouse=True)

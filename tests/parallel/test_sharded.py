@@ -7,22 +7,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import h5py
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.core.handle import Entry
+from mpistrat.keras.bridge.private_names import states_in
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.tensorflow.xla import ffi
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.keras.bridge.private_names import states_in  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.xla import ffi  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, both_ways, everywhere  # noqa: E402
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks, both_ways, everywhere
 
 TOKENS, ROWS = 300, 12
 Optimizers = keras.optimizers

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .strategy_helpers import assert_close, assert_equal_on_all_ranks, global_data  # noqa: E402
+from ..support.levels import sample
+from .strategy_helpers import assert_close, assert_equal_on_all_ranks, global_data
 
 COLUMNS, BATCH = 5, 12
 

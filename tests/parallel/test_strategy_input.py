@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from .strategy_helpers import collectives_counted  # noqa: E402
+from .strategy_helpers import collectives_counted
 
 Policy = tf.data.experimental.AutoShardPolicy
 

@@ -5,25 +5,22 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras
+from mpistrat.core.handle import Entry
+from mpistrat.core.request import Request
+from mpistrat.tensorflow import Compression, MPIStrategy
+from mpistrat.tensorflow.xla import context
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-import mpistrat.keras  # noqa: E402
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.core.request import Request  # noqa: E402
-from mpistrat.tensorflow import Compression, MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.xla import context  # noqa: E402
-
-from ..programs.features.keras_steps import OwnStep  # noqa: E402
-from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from ..support.overwritten import LargestOfBatch  # noqa: E402
-from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data  # noqa: E402
+from ..programs.features.keras_steps import OwnStep
+from ..programs.features.keras_training import BATCH, COLUMNS, both, compiled, dense, fit_both, sequential, sgd
+from ..support.levels import sample
+from .strategy_helpers import assert_close, assert_equal_on_all_ranks, collectives_counted, global_data
 
 
 def test_a_step_of_fit_is_one_collective(strategy: MPIStrategy, rank: int) -> None:
@@ -274,6 +271,26 @@ class ReportsLosses(keras.Sequential):
         self.mean.update_state(loss)
         self.of_function.update_state(keras.losses.MeanAbsoluteError()(y, predicted))
         return {"own": loss, "mean": self.mean.result(), "of_function": self.of_function.result()}
+
+
+class LargestOfBatch(keras.layers.Layer):
+    """Keeps the largest absolute value of its batch in a weight, as Keras' float8 does; NaN for a batch without rows.
+
+    Its results are its inputs.
+    """
+
+    def build(self, shape: Any) -> None:
+        self.largest = self.add_weight(shape=(), initializer="zeros", name="largest", dtype="float32")
+        self.largest.overwrite_with_gradient = True
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def kept(values: Any, largest: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                value = tf.reduce_max(tf.abs(values)) + 0 * tf.reduce_mean(values)
+                return upstream, tf.cast(value, largest.dtype)
+            return values, gradient
+        return kept(x, self.largest.value)
 
 
 UNEVEN: dict[str, Callable[[], Any]] = {

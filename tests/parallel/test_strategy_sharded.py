@@ -5,25 +5,25 @@ import copy
 import functools
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+from mpistrat.core.handle import Entry
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.tensorflow.xla import ffi
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from ..support.keras_versions import needs_multi_optimizer  # noqa: E402
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
-from .strategy_helpers import assert_close, assert_equal_on_all_ranks  # noqa: E402
-from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state  # noqa: E402
+from ..support.keras_versions import needs_multi_optimizer
+from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under
+from ..support.levels import sample
+from .helpers import everywhere
+from .strategy_helpers import assert_close, assert_equal_on_all_ranks
+from .test_sharded import CLOSE, EXACT, Direct, new_model, rows_of, whole_state
 
 optimizers = keras.optimizers
 BATCH, STEPS = 6, 5
@@ -162,7 +162,7 @@ def test_a_loop_may_run_eagerly(sharded: MPIStrategy, mirrored: MPIStrategy) -> 
     assert_close(ours.values, expected.values, 0)
 
 
-@sample(("name", "tolerance"), [("accumulates", 1e-5), ("SGD", 0)])
+@sample(("name", "tolerance"), [("SGD", 0), ("accumulates", 1e-5)])
 def test_fit_has_the_numbers_of_the_mirrored_mode(name: str, tolerance: float, sharded: MPIStrategy,
                                                   mirrored: MPIStrategy) -> None:
     models = [model_of(strategy) for strategy in (sharded, mirrored)]
@@ -287,3 +287,73 @@ def test_kinds_of_variables_that_differ_among_the_ranks_are_an_error_on_every_ra
     expected = f"MPIStrategy(variables=): mirrored on ranks [0]; central on ranks {list(range(1, size))}"
     with pytest.raises(mpistrat.MismatchError, match=re.escape(expected)):
         MPIStrategy(variables="central" if rank else "mirrored")
+
+
+# -- XLA, mixed precision, and made-up hosts ---------------------------------------------------------------------------
+
+
+needs_xla = pytest.mark.skipif(ffi.api() is None, reason="XLA compiles collectives with TensorFlow 2.21")
+
+
+@pytest.fixture
+def _initialised_afterwards() -> Iterator[None]:
+    yield
+    mpistrat.init()
+
+
+def adam(accumulates: bool = False) -> Any:
+    more = {"gradient_accumulation_steps": 2, "global_clipnorm": 0.05} if accumulates else {}
+    return keras.optimizers.Adam(0.01, epsilon=1e-3, **more)
+
+
+def by_fit(strategy: MPIStrategy, policy: str = "float32", **compiled: Any) -> tuple[list[np.ndarray], Any]:
+    """The weights and the whole state, and the optimizer."""
+    model = new_model(strategy=strategy, policy=policy)
+    with strategy.scope():
+        model.compile(adam(policy != "float32"), "mse", **compiled)
+    x, y = (np.concatenate(parts)[:4 * BATCH] for parts in zip(rows_of(0), rows_of(1), strict=True))
+    model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return [*model.get_weights(), *whole_state(model.optimizer)], model.optimizer
+
+
+def by_loop(strategy: MPIStrategy) -> tuple[list[np.ndarray], Any]:
+    model = new_model(strategy=strategy)
+    with strategy.scope():
+        optimizer = adam()
+        optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=True)
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        def of_replica(x: tf.Tensor, y: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2) / strategy.num_replicas_in_sync
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        strategy.run(of_replica, (x, y))
+
+    x, y = rows_of(mpistrat.rank())
+    for _ in range(4):
+        step(tf.constant(x), tf.constant(y))
+    return [*model.get_weights(), *whole_state(optimizer)], optimizer
+
+
+# Keras wraps the optimizer of a model of mixed precision in one that scales the loss.
+MIXED = "mixed precision, accumulation and global clipnorm"
+WAYS = {
+    "fit": lambda strategy: by_fit(strategy, jit_compile=False),
+    "compiled fit": lambda strategy: by_fit(strategy, jit_compile=True),
+    "compiled loop": by_loop,
+    MIXED: lambda strategy: by_fit(strategy, "mixed_float16")}
+
+
+@pytest.mark.usefixtures("_initialised_afterwards")
+@pytest.mark.parametrize(("way", "leg"), [
+    pytest.param("fit", HOST_EACH, marks=pytest.mark.nightly),
+    pytest.param("compiled fit", DEFAULT, marks=[needs_xla, pytest.mark.nightly]),
+    pytest.param("compiled loop", HOST_EACH, marks=needs_xla), (MIXED, HOST_EACH)])
+def test_the_numbers_are_those_of_the_mirrored_mode_in_all_ways(way: str, leg: Leg, size: int) -> None:
+    with under(TWO_HOSTS if size > 2 and leg is HOST_EACH else leg):
+        (ours, optimizer), (expected, _) = [WAYS[way](MPIStrategy(variables=mode)) for mode in ("sharded", "mirrored")]
+        assert_close(ours, expected, 1e-5)
+        assert_equal_on_all_ranks(ours)
+    assert hasattr(optimizer, "inner_optimizer") == (way == MIXED)
+    assert hasattr(getattr(optimizer, "inner_optimizer", optimizer), "consolidate_state")

@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from mpistrat.api import runtime
 from mpistrat.core.errors import CollectiveError, InvalidRequestError
+from mpistrat.tensorflow import MPIStrategy
 
-tf = pytest.importorskip("tensorflow")
-
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-
-from .strategy_helpers import SUM, per_rank  # noqa: E402
+from .strategy_helpers import SUM, per_rank
 
 LIMIT_S = 60
 ON_READ = tf.VariableSynchronization.ON_READ

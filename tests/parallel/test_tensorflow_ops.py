@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.tensorflow as hvd
+from mpistrat.core.handle import Entry
+from mpistrat.tensorflow import ops as tensor_ops
 
-tf = pytest.importorskip("tensorflow")
-hvd = pytest.importorskip("mpistrat.tensorflow")
-
-from mpistrat.core.handle import Entry  # noqa: E402
-from mpistrat.tensorflow import ops as tensor_ops  # noqa: E402
-
-from .helpers import both_ways, eagerly, either_way, in_graph  # noqa: E402
+from .helpers import both_ways, eagerly, either_way, in_graph
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 HALVES = [tf.float16, tf.bfloat16]
@@ -66,13 +64,6 @@ def test_the_operations(way: Callable, rank: int, size: int) -> None:
     total = size * (size + 1) / 2
     product = float(np.prod(np.arange(1, size + 1)))
     np.testing.assert_allclose(results, [total / size, total, total / size, total, 1, size, product], rtol=1e-15)
-
-
-@pytest.mark.horovod("allreduce")
-@either_way
-def test_prescale_and_postscale(way: Callable, rank: int, size: int) -> None:
-    step = way(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0))
-    assert step(tf.constant(rank + 1.0)).numpy() == 2 * size * (size + 1)
 
 
 @pytest.mark.horovod("precision-of-factors")

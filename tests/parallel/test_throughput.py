@@ -1,31 +1,34 @@
-"""Rows per second: the line at the end of fit, and the callback Throughput, in Horovod's way and under MPIStrategy."""
+"""Rows per second: the line at the end of fit, the callback Throughput; the ranks' clocks, and the status file."""
 
 import contextlib
+import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.api import runtime
+from mpistrat.api.elastic import ObjectState
+from mpistrat.keras.bridge import measures
+from mpistrat.keras.bridge.measures import Work
+from mpistrat.keras.bridge.training import step_values_of
+from mpistrat.keras.fit.fit_callbacks import TimedSteps
+from mpistrat.process.step_timer import StepTimer
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.trace import clocks
+from mpistrat.trace.reports import status_directory
+from mpistrat.trace.stragglers import StragglerWatch
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.api import runtime  # noqa: E402
-from mpistrat.api.elastic import ObjectState  # noqa: E402
-from mpistrat.keras.bridge import measures  # noqa: E402
-from mpistrat.keras.bridge.measures import Work  # noqa: E402
-from mpistrat.keras.bridge.training import step_values_of  # noqa: E402
-from mpistrat.keras.fit.fit_callbacks import TimedSteps  # noqa: E402
-from mpistrat.process.step_timer import StepTimer  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.trace.stragglers import StragglerWatch  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
+from ..support.levels import sample
 
 STEPS, COLUMNS, EPOCHS = 4, 3, 2
 
@@ -240,3 +243,47 @@ def test_a_rank_that_is_slow_in_each_step_is_named_by_the_chief(caplog: pytest.L
     if mpistrat.rank() == 0:
         assert "is slower than the others" in caplog.text
         assert "time.sleep(0.1)" in caplog.text
+
+
+def test_ranks_of_one_host_read_one_clock() -> None:
+    comm = runtime.current().comm
+    if comm is None:
+        pytest.skip("one rank without MPI")
+    offsets = clocks.measure(comm)
+    assert {rank: offset.at(time.monotonic_ns()) for rank, offset in offsets.items()} == dict.fromkeys(
+        range(mpistrat.size()), 0)
+
+
+def test_a_clock_that_is_shifted_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = runtime.current().comm
+    if comm is None:
+        pytest.skip("one rank without MPI")
+    shift = 10**9 * mpistrat.rank()
+    monkeypatch.setattr(clocks, "identity", lambda: f"clock of rank {mpistrat.rank()}")
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + shift))
+    offsets = clocks.measure(comm)
+    errors = [offset.at(0) - 10**9 * rank for rank, offset in offsets.items()]
+    print(f"errors of the clocks in us: {[error / 1000 for error in errors]}")
+    assert offsets[0].at(0) == 0
+    assert max(map(abs, errors)) < 5_000_000  # 100 us or less where no other process runs on the cores.
+
+
+def test_the_status_file_has_all_ranks() -> None:
+    own = f"{os.getpid()}"
+    pid = mpistrat.broadcast_object(own, name="status.pid")
+    limit = time.monotonic() + 60
+    ranks: list[dict] = []
+    is_done = False
+    while not is_done:
+        assert time.monotonic() < limit
+        mpistrat.allreduce(np.ones(4), name="status.work")
+        if mpistrat.rank() == 0:
+            found = list(Path(status_directory(os.environ)).glob(f"*-{pid}.json"))
+            ranks = json.loads(found[0].read_text())["ranks"] if found else []
+        has_all = len(ranks) == mpistrat.size() and all(each["bytes"] for each in ranks)
+        is_done = mpistrat.broadcast_object(has_all, name="status.done")
+    if mpistrat.rank() == 0:
+        assert [each["rank"] for each in ranks] == list(range(mpistrat.size()))
+        for each in ranks:
+            assert each["operations"] > 0 and each["rss_bytes"] > 0
+            assert each["computing"] + each["waiting"] + each["moving"] == pytest.approx(1, abs=1e-3)

@@ -2,18 +2,16 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import mpistrat
+import mpistrat.keras as hvd
+from mpistrat.keras.bridge.measures import rows_of
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-from mpistrat.keras.bridge.measures import rows_of  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
+from ..support.levels import sample
 
 STEPS, COLUMNS = 3, 4
 

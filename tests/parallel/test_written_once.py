@@ -4,17 +4,15 @@ import csv
 import os
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
 import mpistrat
+import mpistrat.keras as hvd
 
-keras = pytest.importorskip("keras")
-hvd = pytest.importorskip("mpistrat.keras")
-
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import everywhere  # noqa: E402
+from ..support.levels import sample
+from .helpers import everywhere
 
 COLUMNS, BATCH, STEPS = 4, 8, 3
 Callbacks = keras.callbacks

@@ -8,23 +8,22 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from mpi4py import MPI
 
-tf = pytest.importorskip("tensorflow")
-keras = pytest.importorskip("keras")
+import mpistrat.keras as khvd
+import mpistrat.tensorflow as hvd
+from mpistrat.api import runtime
+from mpistrat.core import signal_handlers
+from mpistrat.tensorflow import MPIStrategy
+from mpistrat.tensorflow.graph import xla_collective
+from mpistrat.tensorflow.xla import context, custom_call, ffi
 
-import mpistrat.keras as khvd  # noqa: E402
-import mpistrat.tensorflow as hvd  # noqa: E402
-from mpistrat.api import runtime  # noqa: E402
-from mpistrat.core import signal_handlers  # noqa: E402
-from mpistrat.tensorflow import MPIStrategy  # noqa: E402
-from mpistrat.tensorflow.graph import xla_collective  # noqa: E402
-from mpistrat.tensorflow.xla import context, custom_call, ffi  # noqa: E402
-
-from ..support.levels import sample  # noqa: E402
-from .helpers import assert_equal_on_all_ranks, in_graph  # noqa: E402
+from ..support.levels import sample
+from .helpers import assert_equal_on_all_ranks, in_graph
 
 pytestmark = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
 

@@ -137,17 +137,28 @@ BENCHMARK = benchmark(2)
 OPERATIONS = tuple(example(2, f"adasum_digits --op {op} --epochs 1", ADASUM) for op in ("adasum", "average"))
 AS_ONE = tuple(tuple(example(ranks, words, OF_STRATEGY, least=0.8) for ranks in (2, 1)) for words in (
     "strategy_fit", "strategy_custom_loop", "strategy_fit --input dataset"))
-TRAINED = tuple(Program(ranks, f"{HERE}/strategy_trains.py trained.{ranks}") for ranks in (1, 2, 3))
-NAMED = tuple((by_name(ranks, name), by_name(1, "one_device")) for ranks, name in (
-    (1, "mirrored"), (1, "central_storage"), (1, "default"), (2, "multi_worker_mirrored"), (3, "central_storage")))
-CENTRAL = central(3, "--epochs 2", "--epochs 2 --strategy mirrored")
+TRAINED = [tuple(Program(each, f"{HERE}/strategy_trains.py trained.{each}") for each in (1, ranks)) for ranks in (2, 3)]
+NAMED = [(by_name(ranks, name), by_name(1, "one_device")) for ranks, name in (
+    (1, "mirrored"), (1, "central_storage"), (1, "default"), (2, "multi_worker_mirrored"), (2, "central_storage"),
+    (3, "central_storage"))]
+CENTRAL = [central(ranks, "--epochs 2", "--epochs 2 --strategy mirrored") for ranks in (2, 3)]
 DATA_SERVICE = example(2, "data_service_digits", r"^test accuracy (\S+), weights \w+, of {ranks} ranks$", least=0.8)
 
-FEATURES = (
-    "input", "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
-    "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights fit_strings "
-    "evaluate predict predict_several on_batch",
-    "keras_files", "keras_layers", "keras_models", "keras_optimizers", "keras_steps", "loops", "replica", "variables")
+# Of a module whole, or those of its features that no other test of the first level shows. All are of the nightly level.
+SOME = {
+    "keras_callbacks": "early_stopping terminate_on_nan csv_logger model_checkpoint backup_and_restore",
+    "keras_data": "fit_uneven fit_generator fit_from_function fit_endless fit_validation_split fit_class_weights "
+                  "fit_strings evaluate predict predict_several on_batch",
+    "keras_files": "keras_file keras_file_of_one_process h5_file read_without_strategy cloned",
+    "keras_layers": "batch_normalization statistics_are_means batch_normalization_without_rows training_with_dropout "
+                    "adapted attention random_layers_repeat",
+    "keras_models": "built_by_data nested_model set_weights two_models",
+    "keras_optimizers": "weight_decay global_clipnorm clipvalue ema gradient_accumulation_clipped "
+                        "learning_rate_schedule mixed_precision overflow no_gradient",
+    "keras_steps": "steps_per_execution run_eagerly own_train_step own_compute_loss added_loss regularizers own_metric "
+                   "wide_metrics frozen_in_between lora_in_between"}
+FEATURES = [*map(features, ("input", *SOME.values(), "loops", "replica", "variables")),
+            *(pytest.param(features(part), marks=pytest.mark.nightly) for part in SOME)]
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
@@ -165,10 +176,9 @@ PROGRAMS = [
             least=0.9, equal=None),
     example(2, "join_digits", r"^epoch 3: steps of the ranks \[29, 28\], loss \S+$", equal="model"),
     example(1, "process_sets", error="Two models need two ranks or more: mpirun -np 2"),
-    example(2, "strategy_resnet56 --depth 8 --images 512 --batch-size 16", OF_STRATEGY, least=0.7),
     example(1, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 1 ranks$"),
     *central(1, "--epochs 4"),
-    resnet50(3, "--data colours", error="colours has 2 files train-.*, which are too few for 3 ranks"),
+    resnet50(2, "--data few", error="few has 1 files train-.*, which are too few for 2 ranks"),
     *(example(1, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax")),
     *(Program(1, f"{HERE}/without.py {name} {library}", error=rf".*pip install {library}") for name, library in (
         ("examples/keras_digits.py", "scikit-learn"), ("examples/custom_loop_digits.py", "scikit-learn"),
@@ -177,31 +187,29 @@ PROGRAMS = [
     *(Program(2, f"MPISTRAT_CHECK_ACTION=off {name}_alone.py --epochs 1",
               error="The ranks have ended with different weights") for name in ("keras_digits", "custom_loop_digits")),
     *of_data("keras_digits"),
-    compiled("keras_digits"),
     orders(2, "shuffled_order.py 100 50", "100 steps of 50 tensors are right, 0 errors"),
     orders(2, "shuffled_order.py 50 30 caught", "50 steps of 30 tensors are right, 10 errors"),
     orders(2, "waits_of_all_kinds.py 100 3", "100 steps in one thread, and in 3"),
-    *map(features, FEATURES),
-    collectives(2, "functions", 10, "eager"), collectives(2, "functions", 6), collectives(2, "sessions", 4),
-    collectives(2, "strategy", 4, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 3, "7"),
+    collectives(2, "functions", 10, "eager"), collectives(2, "functions", 4), collectives(2, "sessions", 2),
+    collectives(2, "strategy", 2, "gradients"), collectives(2, "strategy", 2, "1000 compiled"), scripts(2, 3, "7"),
     by_name(2, "parameter_server", r"^rank \d: InvalidRequestError: strategy\(.parameter_server.\) needs a "
             r"coordinator, a worker and a parameter server\. Start 3 or more ranks .*\. Received: 2 ranks$"),
     by_name(2, "parameter_server chief=1 worker=2 ps=1", r"^rank \d: ClusterError: .*need 4 ranks, but there are 2"),
 ]
 # What repeats a row, or another test, with other ranks, seeds, sizes or options.
 NIGHTLY = [
-    *map(features, ("keras_callbacks", "keras_data")),  # With all that decide, and read, as those of the first level.
     resnet50(2, "--data colours", says=r"^training loss (\S+), validation accuracy \S+, learning rate \S+, 2 ranks$"),
     *map(script, ("five_models", "transformer", "two_inputs", "transfer", "text_rnn", "autoencoder")),
     example(2, "strategy_mobilenet --epochs 3 --batch-size 32", OF_STRATEGY, least=0.7),
     *of_data("custom_loop_digits"),
     resnet50(2, "--synthetic --mixed-precision bfloat16 --learning-rate 0.64",
              says=r"^training loss (\S+), validation accuracy \S+, learning rate 0\.01000, 2 ranks$"),
-    compiled("custom_loop_digits"), digits("custom_loop_digits", 1), digits("custom_loop_digits", 3),
-    benchmark(1), advanced(1), resumed(1),
+    compiled("keras_digits"), compiled("custom_loop_digits"), digits("custom_loop_digits", 1),
+    digits("custom_loop_digits", 3), benchmark(1), advanced(1), resumed(1),
     *(example(ranks, "adasum_digits", ADASUM, least=0.93) for ranks in (1, 2, 3)),
     example(3, "process_sets", r"^test accuracy (\S+) and (\S+) of the models on 1 and 2 ranks, (\S+) together$",
             least=0.9, equal=None),
+    example(2, "strategy_resnet56 --depth 8 --images 512 --batch-size 16", OF_STRATEGY, least=0.7),
     example(2, "strategy_resnet56 --images 16 --batch-size 16 --epochs 1", OF_STRATEGY),
     example(3, "strategy_dataset_fn", r"^weights \[1\.0, -2\.0, 0\.5\], 3 ranks$"),
     *(example(ranks, f"{name}_digits", SAME, least=0.95, needs=name) for name in ("torch", "jax") for ranks in (2, 3)),

@@ -1,6 +1,5 @@
 """Each program of the table does what its row says. A job for each number of ranks runs them one after the other."""
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -9,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ..support.jobs import ROOT, Finished, needs_mpirun, run_job, run_limited
-from ..support.scripts import Line, Ran, endings, lines_of
+from ..support.jobs import ROOT, needs_mpirun, run_job, run_limited
+from ..support.levels import sample
+from ..support.scripts import Line, Ran
 from . import table
+from .conftest import check
 from .table import Program
 
 HERE = Path(__file__).parent
@@ -26,56 +27,6 @@ for path in sys.argv[1:]:
 TYPED = 'file="$1/rank${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}" && shift && exec "$@" < "$0" > "$file" 2>&1'
 
 pytestmark = needs_mpirun
-
-
-@pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Line], Ran]:
-    """How a program has ended. The first call for a kind of job runs all programs of it that tests need, once."""
-    jobs: dict[tuple[int, str], Finished | BaseException] = {}
-
-    def of(line: Line) -> Ran:
-        kind = line.ranks, line.start
-        if kind not in jobs:
-            needed = dict.fromkeys(other.words for item in request.session.items for other in lines_of(item)
-                                   if (other.ranks, other.start) == kind)
-            command = ["tests/programs/run.py", str(tmp_path_factory.mktemp("programs")), "tests/programs/files.py",
-                       *needed]
-            env, limit_s = dict(word.split("=") for word in line.start.split()), 600 + 60 * len(needed)
-            try:
-                jobs[kind] = run_limited([sys.executable, *command], env=env, limit_s=limit_s) if line.ranks == 1 \
-                    else run_job(line.ranks, ["python", *command], env=env, limit_s=limit_s)
-            except pytest.fail.Exception as not_done:  # Its other programs would wait as long for the same.
-                jobs[kind] = not_done
-        job = jobs[kind]
-        if not isinstance(job, Finished):
-            raise job
-        return dict(endings(job, line.ranks))[line.words]
-
-    return of
-
-
-def check(program: Program, ran: Callable[[Line], Ran]) -> list[float]:
-    """Assert that a program has done what its row says; the numbers that it has printed."""
-    if program.needs and importlib.util.find_spec(program.needs) is None:
-        pytest.skip(f"{program.needs} is not installed")
-    if isinstance(program.after, Program):
-        check(program.after, ran)
-    found = ran(program)
-    if found.error[0].startswith("skipped: "):
-        pytest.skip(found.error[0])
-    for error in found.error:
-        assert re.match(program.error, error) if program.error else not error, found
-    chief, *others = found.output
-    assert program.all_say or not any(others), found
-    numbers: list[float] = []
-    for output in found.output if program.all_say else (chief,) if program.says else ():
-        matches = list(re.finditer(program.says, output, re.MULTILINE))
-        assert len(matches) == 1, found
-        numbers += map(float, matches[0].groups())
-    assert all(number >= program.least for number in numbers), found
-    for equal in found.equal if program.equal is not None else ():
-        assert equal.endswith(": equal") and program.equal in equal, found
-    return numbers
 
 
 @pytest.mark.parametrize("program", table.ALL, ids=str)
@@ -125,7 +76,7 @@ def test_an_example_trains_as_one_process_does(needed: tuple[Program, ...], ran:
     assert accuracy == pytest.approx(accuracy_of_one, abs=0.006)
 
 
-@pytest.mark.parametrize("needed", [table.TRAINED], ids=["all"])
+@sample("needed", table.TRAINED, ids=["2", "3"])
 def test_all_ranks_have_the_same_bits_and_one_process_almost(needed: tuple[Program, ...],
                                                              ran: Callable[[Line], Ran]) -> None:
     def results(line: Program) -> list[dict[str, np.ndarray]]:
@@ -141,14 +92,15 @@ def test_all_ranks_have_the_same_bits_and_one_process_almost(needed: tuple[Progr
                                        err_msg=f"{name}, {line.ranks} ranks")
 
 
-@pytest.mark.parametrize("needed", table.NAMED, ids=lambda lines: str(lines[0]))
+@pytest.mark.parametrize("needed", [*table.NAMED[:-1], pytest.param(table.NAMED[-1], marks=pytest.mark.nightly)],
+                         ids=lambda lines: str(lines[0]))
 def test_the_same_script_gives_the_same_numbers_under_the_strategy_of_each_name(
         needed: tuple[Program, ...], ran: Callable[[Line], Ran]) -> None:
     numbers, expected = (check(line, ran) for line in needed)
     assert numbers == pytest.approx(expected * needed[0].ranks, abs=2e-5 if needed[0].ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("needed", [table.CENTRAL], ids=["3"])
+@sample("needed", table.CENTRAL, ids=["2", "3"])
 def test_central_storage_keeps_slots_once_and_gives_the_bits_of_mirrored(needed: tuple[Program, ...],
                                                                          ran: Callable[[Line], Ran]) -> None:
     central, mirrored = (ran(line).well for line in needed)
@@ -157,7 +109,7 @@ def test_central_storage_keeps_slots_once_and_gives_the_bits_of_mirrored(needed:
     assert digest == other
     slots, everywhere = ([int(nbytes) for nbytes in re.findall(r"^rank \d: (\d+) bytes for", said, re.MULTILINE)]
                          for said in (central, mirrored))
-    assert everywhere == [slots[0]] * 3
+    assert everywhere == [slots[0]] * needed[0].ranks
     assert all(nbytes < 20 for nbytes in slots[1:])
 
 
@@ -181,9 +133,8 @@ def test_an_example_is_short(path: Path) -> None:
 
 
 def test_interactive_python_goes_on_after_errors(tmp_path: Path) -> None:
-    job = run_job(2, ["sh", "-c", TYPED, str(HERE / "scripts" / "interactive.txt"), tmp_path, "python", "-i"])
+    run_job(2, ["sh", "-c", TYPED, str(HERE / "scripts" / "interactive.txt"), tmp_path, "python", "-i"]).well()
     for rank in range(2):
         output = (tmp_path / f"rank{rank}").read_text()
         assert "AttributeError: 'Sequential' object has no attribute 'fti'" in output, output
         assert f"rank {rank} of 2 sees 1 model" in output, output
-    assert job.code == 0, job.output

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -37,11 +37,15 @@ class Finished:
     ended_at: float  # When it ended, as time.time() has it.
     left: tuple[int, ...] = ()  # The ids of its processes that lived on, and had to be killed.
 
+    def well(self) -> "Finished":
+        """This job. Asserts that it has ended well, and that none of its processes lived on."""
+        assert (self.code, self.left) == (0, ()), self.output
+        return self
+
     def assert_each_says(self, ranks: int, line: Callable[[int], str]) -> None:
         """Assert that the job has ended well, and that each rank has printed its line."""
-        assert self.code == 0, self.output
         for rank in range(ranks):
-            assert line(rank) in self.output, self.output
+            assert line(rank) in self.well().output, self.output
 
     @property
     def said(self) -> str:
@@ -72,28 +76,45 @@ def run_job(ranks: int, command: Sequence[str], *, env: Mapping[str, str] | None
     of the job prints its stacks, everything is killed, and the test fails with the output and the processes that were
     left. Plain `python` stands for this interpreter.
     """
+    return run_limited(mpirun_line(ranks, command, mpirun_args), env=env, limit_s=limit_s, watch=watch)
+
+
+def mpirun_line(ranks: int, command: Sequence[str], mpirun_args: Sequence[str] = ()) -> list[str]:
+    """The command line of a job. Plain `python` stands for this interpreter."""
     mpirun = find_mpirun()
     assert mpirun is not None
     words = [sys.executable if word == "python" else str(word) for word in command]
-    line = [mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *mpirun_args, *words]
-    return run_limited(line, env=env, limit_s=limit_s, watch=watch)
+    return [mpirun, "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *mpirun_args, *words]
+
+
+@contextlib.contextmanager
+def running(line: Sequence[str], *, env: Mapping[str, str] | None = None, preexec_fn: Callable[[], object] | None = None
+            ) -> Iterator[tuple["subprocess.Popen[bytes]", str, Callable[[], str]]]:
+    """A job that goes on meanwhile: its first process, its name, and what it has printed. Nothing of it is left."""
+    job = uuid.uuid4().hex
+    # A file, and not a pipe, which has no end while any process has it open.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, stdout=output,
+                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=preexec_fn)
+        try:
+            yield process, job, lambda: _content(output)
+        finally:
+            kill_processes_of(job)
+            process.kill()
+            process.wait()
 
 
 def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, limit_s: float = 120,
                 watch: Callable[[str], None] | None = None) -> Finished:
     """As run_job, for any command line. It is done when its first process ends."""
-    job = uuid.uuid4().hex
     began = time.monotonic()
     faulthandler.cancel_dump_traceback_later()  # pytest's limit for one test: a job may be a session of many tests
-    # A file, and not a pipe, which has no end while any process has it open.
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(line, env=job_environment(job, env or {}), cwd=ROOT, stdout=output,
-                                   stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    with running(line, env=env) as (process, job, printed):
         try:
-            _await(process, limit_s, output, watch)
+            _await(process, limit_s, printed, watch)
             seconds, ended_at = time.monotonic() - began, time.time()
             left = living_after(job, 5)
-            return Finished(process.returncode, _content(output), seconds, ended_at, left)
+            return Finished(process.returncode, printed(), seconds, ended_at, left)
         except subprocess.TimeoutExpired:
             living = [(stuck, stuck.name()) for stuck in processes_of(job)]
             _print_stacks(job)
@@ -101,14 +122,10 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
                 process.wait(10)
             names = ", ".join(f"{name} {stuck.pid}" for stuck, name in living)
             pytest.fail(f"{' '.join(map(str, line))}\nwas not done after {limit_s} s; left were {names}. "
-                        f"It printed:\n{_content(output)}")
-        finally:
-            kill_processes_of(job)
-            process.kill()
-            process.wait()
+                        f"It printed:\n{printed()}")
 
 
-def _await(process: "subprocess.Popen[bytes]", limit_s: float, output: IO[bytes],
+def _await(process: "subprocess.Popen[bytes]", limit_s: float, printed: Callable[[], str],
            watch: Callable[[str], None] | None) -> None:
     """Wait until the process has ended. Raises TimeoutExpired after the limit."""
     ends_at, seen = time.monotonic() + limit_s, 0
@@ -117,7 +134,7 @@ def _await(process: "subprocess.Popen[bytes]", limit_s: float, output: IO[bytes]
             process.wait(min(1.0, max(ends_at - time.monotonic(), 0.0)))
             return
         except subprocess.TimeoutExpired:
-            text = _content(output)
+            text = printed()
             watch(text[seen:])
             seen = len(text)
             if time.monotonic() >= ends_at:

@@ -21,16 +21,7 @@ from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import EngineError, MismatchError, ShutdownError, StallError
 from mpistrat.core.handle import Handle, drivers
 from mpistrat.core.interfaces import DataPlane, DeviceExecutor
-from mpistrat.core.request import (
-    Average,
-    Max,
-    ReduceOp,
-    ScaledOp,
-    Sum,
-    allreduce_request,
-    broadcast_request,
-    specs_of,
-)
+from mpistrat.core.request import Average, Max, ReduceOp, ScaledOp, Sum, allreduce_request, broadcast_request, specs_of
 from mpistrat.core.settings import Settings
 from mpistrat.engine.controller import SHUT_DOWN_TEXT
 from mpistrat.engine.engine import Engine

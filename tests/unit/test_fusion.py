@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from mpistrat.core.arithmetic import FlatLayout, pack, unpack
 from mpistrat.core.fusion import BucketPlans, buckets_from_last, plan_buckets
 from mpistrat.core.handle import Entry, Handle
 from mpistrat.core.memory import ALIGNMENT, FusionBuffer
@@ -99,3 +100,28 @@ def test_a_bucket_of_some_of_an_entrys_arrays_is_not_a_whole_entry() -> None:
     plan = BucketPlans(2).plan([mixed, same], 1000)
     assert [(bucket.members, bucket.whole) for bucket in plan] == [(((0, 0), (0, 2), (1, 0), (1, 1)), None),
                                                                    (((0, 1),), None)]
+
+
+ARRAYS = [np.arange(6.0).reshape(2, 3), np.array(6.0), np.empty((0, 5)), np.array([[7.0]]), np.arange(8.0, 13.0)]
+
+
+def test_arrays_are_copied_out_in_order_scaled_or_not_and_back() -> None:
+    part, results = np.empty(13), [np.full_like(array, -1) for array in ARRAYS]
+    pack(ARRAYS, part, 0.5)
+    np.testing.assert_array_equal(part, np.arange(13) / 2)
+    pack(ARRAYS, part)
+    unpack(part, results)
+    for array, result in zip(ARRAYS, results, strict=True):
+        np.testing.assert_array_equal(result, array)
+
+
+def test_any_part_of_a_line_is_found() -> None:
+    line, flat = FlatLayout([array.size for array in ARRAYS]), [array.reshape(-1) for array in ARRAYS]
+    assert line.length == 13
+    for start in range(14):
+        for count in range(14 - start):
+            found = np.full(count, -1.0)
+            for array, part, here in line.segments(start, count):
+                assert part.start < part.stop
+                found[here] = flat[array][part]
+            assert found.tolist() == list(range(start, start + count))

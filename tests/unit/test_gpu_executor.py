@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpistrat.api.tensors import Cupy
+from mpistrat.core.arithmetic import Reduction
 from mpistrat.core.errors import EngineError
 from mpistrat.core.handle import Handle
 from mpistrat.core.install import pip_extra
@@ -19,6 +20,7 @@ from mpistrat.core.interfaces import Observer
 from mpistrat.core.request import (
     DEVICE_GPU,
     Product,
+    ReduceOp,
     ScaledOp,
     Sum,
     allgather_request,
@@ -30,7 +32,7 @@ from mpistrat.core.settings import Settings
 from mpistrat.core.topology import Topology
 from mpistrat.gpu import gpu_executor, proof
 from mpistrat.gpu.arrays import BucketList, GpuArray, GpuTensors
-from mpistrat.gpu.backend import Watchdog
+from mpistrat.gpu.backend import StagedData, Watchdog
 from mpistrat.gpu.connect import SHARES_GPUS, GpuInfo, connect, fusion_buffers, why_not_nccl
 from mpistrat.gpu.gpu_executor import Batch, GpuExecutor
 from mpistrat.gpu.nccl_data import FLOAT16, FLOAT64, UINT8
@@ -38,6 +40,7 @@ from mpistrat.gpu.proof import RefutedError, UnprovenError, check_waiting
 from mpistrat.trace.records import OperationRing
 from tests.support.copy_model import memory_at
 from tests.support.engines import make_engine
+from tests.support.gpu_backends import allreduce
 from tests.support.gpu_stand_in import Communicator, Device, Event
 from tests.support.thread_group import ThreadGroup
 
@@ -728,3 +731,15 @@ def test_the_memory_of_a_rank_that_has_joined_is_kept_until_the_gpu_is_done() ->
     job.now += 1.0
     job.settle()
     assert job.device.free_bytes == free
+
+
+def test_a_copy_that_never_ends_is_an_error() -> None:
+    device = Device()
+    plane = StagedData(device, 0, ThreadGroup(1).data(0), 0.05)
+    source = device.seen(device.tensor(np.ones(3)))
+    never = device.record(device.stream())
+    never.fire = lambda: False  # type: ignore[method-assign]
+    device._streams[-1].work.clear()
+    plane.wait_for([never])
+    with pytest.raises(EngineError, match=r"a copy between GPU and host is not complete after 0\.05 s"):
+        allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))

@@ -1,11 +1,12 @@
-"""Ports that are held, and the addresses of this host."""
+"""Ports that are held, the addresses of this host, and those of ranks, from the connections that they made."""
 
 import errno
 import socket
 
 import pytest
 
-from mpistrat.cluster import ReservedPort
+from mpistrat.cluster import Link, ReservedPort, addresses_of
+from mpistrat.core.topology import Topology
 from mpistrat.process.peers import local_addresses
 
 
@@ -50,3 +51,13 @@ def test_the_addresses_of_this_host_are_its_own_and_not_the_loopback() -> None:
         assert not address.startswith("127.")
         with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 1):
             pass
+
+
+@pytest.mark.parametrize(("hosts", "links", "addresses"), [
+    ("aa", [Link(), Link("127.0.0.1", "127.0.0.1")], ("a", "a")),
+    ("abc", [Link(), Link("10.0.0.2", "10.0.0.1"), Link("10.0.0.3", "10.0.0.1")], ("10.0.0.1", "10.0.0.2", "10.0.0.3")),
+    ("aab", [Link(), Link("172.17.0.1", "172.17.0.1"), Link("10.0.0.2", "10.0.0.1")],
+     ("10.0.0.1", "10.0.0.1", "10.0.0.2"))], ids=["one host", "several", "several ranks of the chief's host"])
+def test_ranks_of_several_hosts_have_the_addresses_of_their_connections(
+        hosts: str, links: list[Link], addresses: tuple[str, ...]) -> None:
+    assert addresses_of(Topology(0, tuple(hosts)), links) == addresses

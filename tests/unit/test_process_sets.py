@@ -1,6 +1,8 @@
 """What ranks must agree on when they register process sets, and what a set knows about the job."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mpistrat.core.errors import InvalidRequestError, MessageError
 from mpistrat.core.rows import received_rows
 from mpistrat.core.topology import Topology
 from mpistrat.negotiation.coordinator import Coordinator
+from mpistrat.transport.mpi import mpi_library
 from tests.support.thread_group import ThreadGroup
 
 from ..support.engines import make_engine
@@ -67,3 +70,34 @@ def test_a_deep_copy_of_a_set_is_the_set() -> None:
     mpistrat.init()
     for process_set in (mpistrat.global_process_set, mpistrat.ProcessSet([0])):
         assert copy.deepcopy({"in a callback": process_set})["in a callback"] is process_set
+
+
+class Group:
+    def __init__(self, size: int):
+        self.size = size
+        not_freed.append(self)
+
+    def Free(self) -> None:  # noqa: N802
+        not_freed.remove(self)
+
+    def Get_size(self) -> int:  # noqa: N802
+        return self.size
+
+    def Incl(self, ranks: list[int]) -> "Group":  # noqa: N802
+        return Group(len(ranks))
+
+    def Translate_ranks(self, ranks: list[int], other: "Group") -> list[int]:  # noqa: N802
+        return [rank if rank < other.size else -1 for rank in ranks]
+
+
+not_freed: list[Group] = []
+
+
+def communicator(size: int) -> Any:
+    return SimpleNamespace(Get_group=lambda: Group(size), Create_group=lambda group: group.size)
+
+
+def test_groups_are_freed() -> None:
+    assert mpi_library.ranks_in(communicator(3), communicator(2)) == [0, 1, -1]
+    assert mpi_library.subset(communicator(3), [0, 2]) == 2
+    assert not_freed == []

@@ -14,6 +14,7 @@ keras = pytest.importorskip("keras")
 
 from mpistrat.keras import DistributedOptimizer  # noqa: E402
 from mpistrat.keras.fit.written_once import Entry, Role, role_of  # noqa: E402
+from mpistrat.tensorflow.files import writes_too  # noqa: E402
 
 ALONE, LEADS, FOLLOWS, IDLE = Role(True, False), Role(True, True), Role(False, True), Role(False, False)
 LOG, OWN_LOG, OTHER = Entry("CSVLogger", "/log.csv"), Entry("CSVLogger", "/1.csv"), Entry("script.Own")
@@ -108,3 +109,17 @@ def test_a_link_stays_and_errors_name_the_path_of_the_user(tmp_path: Path) -> No
     assert (tmp_path / "link.weights.h5").is_symlink() and (tmp_path / "target.weights.h5").stat().st_size > 0
     with pytest.raises(OSError, match=r"absent/model\.weights\.h5"):
         model.save_weights(tmp_path / "absent" / "model.weights.h5")
+
+
+HOSTS = [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(("paths", "sees_file", "expected"), [
+    (["a", "a", "a", "a"], True, []),
+    (["a", "a", "a", "a"], False, [2]),
+    (["a", "b", "c", "d"], False, [1, 2, 3]),
+    (["a", "b", "b", "b"], False, [1]),
+    (["a", "a", "b", "a"], False, [2, 3]),
+])
+def test_who_writes_after_the_chief(paths: list[str], sees_file: bool, expected: list[int]) -> None:
+    assert [rank for rank in range(4) if writes_too(rank, paths, HOSTS[rank], sees_file)] == expected

@@ -9,16 +9,7 @@ import numpy as np
 import mpistrat
 
 from .common import World, assert_close, assert_equal_on_all, feature, points
-from .keras_training import (
-    BATCH,
-    COLUMNS,
-    assert_same_training,
-    both,
-    compiled,
-    dense,
-    sgd,
-    trains_as_one_process,
-)
+from .keras_training import BATCH, COLUMNS, assert_same_training, both, compiled, dense, sgd, trains_as_one_process
 
 GROUP = "Keras: models"
 

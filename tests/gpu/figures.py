@@ -2,8 +2,8 @@
 
 See docs/testing-on-a-gpu.md.
 
-    mpistrat run -np 2 -- python tests/scripts/gpu_figures.py
-    python tests/scripts/gpu_figures.py
+    mpistrat run -np 2 -- python -m tests.gpu.figures
+    python -m tests.gpu.figures
 
 With --stand-in it runs where there is no GPU, on memory of the host, and its figures say nothing.
 """
@@ -19,55 +19,14 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.api import tensors as gpu_tensors
-from mpistrat.api.tensors import KINDS, Cupy
 from mpistrat.cli.bench import bert_base, resnet50
 from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy_kernel import CopyJob, block_count, copy_tables, fused_offsets
 from mpistrat.gpu.nccl_data import FLOAT32
+from tests.gpu.two_ranks import Gpu, StandIn
 
 LIMIT_S = 60.0
-
-
-class Gpu:
-    """This rank's GPU, with what cupy knows of it."""
-
-    def __init__(self) -> None:
-        import cupy
-        self._number = mpistrat.local_rank() % cupy.cuda.runtime.getDeviceCount()
-        cupy.cuda.Device(self._number).use()
-        self.name = cupy.cuda.runtime.getDeviceProperties(self._number)["name"].decode()
-        self._cupy = cupy
-
-    @property
-    def device(self) -> Any:
-        """The one that the engine uses, which is another one after each init()."""
-        return gpu_tensors.this_ranks_gpu(self._number)
-
-    def array(self, elements: int) -> Any:
-        """A float32 array."""
-        return self._cupy.ones(elements, np.float32)
-
-
-class StandIn:
-    """In place of a GPU."""
-
-    def __init__(self) -> None:
-        from tests.support import gpu_stand_in
-        make: Any = gpu_stand_in.Device
-        self.name = "stand-in, no GPU"
-        gpu_tensors.make_device = lambda number: make(seed=mpistrat.rank())
-        KINDS["tests"] = Cupy()
-
-    @property
-    def device(self) -> Any:
-        """The one that the engine uses, which is another one after each init()."""
-        return gpu_tensors.this_ranks_gpu(0)
-
-    def array(self, elements: int) -> Any:
-        """A float32 array."""
-        return self.device.tensor(np.ones(elements, np.float32))
 
 
 def seconds_of(device: Any, enqueue: Callable[[Any], Any], repeats: int) -> float:
@@ -124,7 +83,7 @@ def pack_and_unpack(gpu: Any, counts: list[int], repeats: int, wire: str = "floa
 
 def step_of_many(gpu: Any, counts: list[int], steps: int) -> str:
     """A step that averages many tensors, and how often it calls the device."""
-    device, arrays, took = gpu.device, [gpu.array(count) for count in counts], []
+    device, arrays, took = gpu.device, [gpu.array(np.ones(count, np.float32)) for count in counts], []
     calls = dict.fromkeys(("record", "wait", "scratch", "pinned", "batched_copy"), 0)
 
     def counted(name: str) -> Callable[..., Any]:
@@ -154,7 +113,7 @@ def step_of_many(gpu: Any, counts: list[int], steps: int) -> str:
 
 def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
     """A step of the engine against the one call of NCCL that it is, waited for in the same way."""
-    device, array = gpu.device, gpu.array(elements)
+    device, array = gpu.device, gpu.array(np.ones(elements, np.float32))
     if mpistrat.size() > 1:
         return "overhead of a step above raw NCCL: run it with one rank"
     target, stream = scratch(device, 4 * elements), device.stream()
@@ -178,7 +137,7 @@ def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
 
 def staged(gpu: Any, elements: int, steps: int) -> str:
     """An all-reduce by way of the host, against the copies there and back, which overlap too."""
-    device, nbytes, array = gpu.device, 4 * elements, gpu.array(elements)
+    device, nbytes, array = gpu.device, 4 * elements, gpu.array(np.ones(elements, np.float32))
     took = []
     for _ in range(steps + 1):
         mpistrat.barrier()
