@@ -62,9 +62,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
 # The most lines that the modules of each package may have, and all files of tests. It is a whole number of fifties. A
 # commit that raises one says why nothing can be deleted for it.
 ROOM_LINES = {
-    "core": 3_200, "negotiation": 1_300, "transport": 3_400, "gpu": 3_100, "engine": 1_600, "trace": 1_950,
-    "process": 2_250, "elastic": 2_300, "api": 3_900, "cluster": 450, "tensorflow": 7_600, "keras": 6_100,
-    "strategy": 2_900, "cli": 6_050, "horovod": 300, "": 100, "__main__": 50, "tests": 54_000,
+    "core": 2_950, "negotiation": 1_200, "transport": 3_150, "gpu": 2_850, "engine": 1_400, "trace": 1_750,
+    "process": 2_050, "elastic": 2_100, "api": 3_600, "cluster": 400, "tensorflow": 7_150, "keras": 5_600,
+    "strategy": 2_600, "cli": 5_550, "horovod": 300, "": 50, "__main__": 50, "tests": 53_400,
 }
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {
