@@ -13,6 +13,7 @@ from .support import jobs
 JOBS = Path(__file__).parent / "jobs"
 PROCESSES = 3  # One more than cores on a small machine: jobs often wait, and two processes leave a third of them idle.
 _there = pytest.StashKey[set[str]]()  # The units of all tests that were collected
+_refusal = pytest.StashKey[str]()  # Why the budget refuses the run; without an entry the run may go on
 _ran = pytest.StashKey[dict[str, list[float | None]]]()  # By unit: seconds of the first level, and of nightly tests
 
 
@@ -52,7 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_there] = set(units.values())
     if config.getoption("--budget") and (problem := durations.problem(
             unit for item, unit in units.items() if item.get_closest_marker("nightly") is None)):
-        raise pytest.UsageError(problem)
+        if not hasattr(config, "workerinput"):
+            raise pytest.UsageError(problem)
+        config.stash[_refusal], items[:] = problem, []  # pytest-xdist would hide an error of a process.
     if words := config.getoption("--share"):
         chosen = durations.share(units.values(), words)
         config.hook.pytest_deselected(items=[item for item in items if units[item] not in chosen])
@@ -112,7 +115,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process of pytest-xdist gives its parent the jobs that it has started, and the units that it has collected."""
     there = session.config.stash.get(_there, set())
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput.update(jobs=jobs.started, there=sorted(there))
+        session.config.workeroutput.update(jobs=jobs.started, there=sorted(there),
+                                           refusal=session.config.stash.get(_refusal, ""))
     elif session.config.getoption("--write-durations"):
         before = Durations.read(FILE.read_text())
         # A run of some files has collected their units alone, and leaves the others as they are.
@@ -127,7 +131,10 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     jobs.started.extend(output.get("jobs", ()))
     node.config.stash.setdefault(_there, set()).update(output.get("there", ()))
+    node.config.stash[_refusal] = output.get("refusal", "")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if refusal := terminalreporter.config.stash.get(_refusal, ""):
+        terminalreporter.write_line(refusal, red=True)
     terminalreporter.write_line(f"{len(jobs.started)} jobs were started, by mpirun and otherwise.")
