@@ -186,7 +186,7 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
         jobs = offers[0].jobs  # Another rank may have its roles in another order.
         for rank, each in enumerate(offers):
             if each.jobs != jobs:
-                raise ClusterError(f"the ranks disagree on jobs: {jobs} on rank 0, {each.jobs} on rank {rank}.")
+                raise ClusterError(f"the ranks pass different `jobs`: {jobs} on rank 0, {each.jobs} on rank {rank}.")
         link = Link()
         if topology.rank:
             link = _connect(topology, offers, peers)
@@ -336,7 +336,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return {"GPU": len(tf.config.get_visible_devices("GPU"))}
 
     def serve(self) -> None:
-        """Run this rank's tf.distribute.Server until the chief has ended. For workers and ps. Sleeps.
+        """Run this rank's tf.distribute.Server until the chief has ended. For workers and ps. This thread sleeps.
 
         Raises:
             RankDiedError: The chief has died.
@@ -354,7 +354,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._cluster.wait_for_chief()
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or called close(). Returns False if `timeout_s` has passed before. Sleeps.
+        """Wait until the chief has ended or called close(). This thread sleeps. Returns False after `timeout_s`.
 
         Raises:
             RankDiedError: The chief has died.

@@ -96,7 +96,7 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         array: A number, a sequence, a numpy or cupy array, or a tensor that supports DLPack, of any shape. All ranks
             must pass the same shape and dtype, and all must pass CPU tensors or all GPU tensors.
         average: Deprecated form of `op`: True is Average, False is Sum.
-        name: Matches the calls of the ranks.
+        name: The calls of all ranks with this name are one collective.
         op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once;
             twice if there are several hosts with several ranks each. NCCL rounds it at every rank. An average of
             integers is truncated toward zero.
@@ -150,7 +150,7 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
 
     Args:
         array: At least one dimension. The first dimension may differ among ranks, and may be 0.
-        name: Matches the calls of the ranks.
+        name: The calls of all ranks with this name are one collective.
         process_set: The ranks that take part.
     """
     return _collective([array], _name(name, "allgather"), process_set, _FIRST,
@@ -189,7 +189,7 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
 
     Args:
         array: At least one dimension, the same shape and dtype on all ranks.
-        name: Matches the calls of the ranks.
+        name: The calls of all ranks with this name are one collective.
         op: Average (the default) or Sum.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
@@ -225,7 +225,7 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
         array: At least one dimension. The first dimension may differ among ranks.
         splits: The number of rows for each rank, in rank order. The sum may be less than the rows of `array`. Default:
             the same number for each rank; the number of rows must then be divisible by the number of ranks.
-        name: Matches the calls of the ranks.
+        name: The calls of all ranks with this name are one collective.
         process_set: The ranks that take part.
 
     Returns:
@@ -248,7 +248,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
 
     - allreduce: this rank contributes nothing, and an average divides by the number of ranks that have submitted a
       tensor. With MPISTRAT_JOIN_AVERAGE=all, an average divides by the number of all ranks, as in Horovod.
-    - allgather: this rank has no rows. allgather_object: it has no object. broadcast and barrier: it is left out.
+    - allgather, allgather_object: the result has nothing of this rank. broadcast, barrier: this rank is not needed.
     - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
       MismatchError on the other ranks, since there is no result without this rank.
 

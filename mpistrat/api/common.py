@@ -55,7 +55,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's index, from 0, among the ranks with its local_rank(), one for each host."""
+    """Return this rank's index, from 0, among the ranks that have the same local_rank() on their hosts."""
     return runtime.current().topology.cross_rank
 
 
@@ -82,7 +82,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: The file to write, in Chrome's trace format, for https://ui.perfetto.dev. An old file is replaced.
-        mark_cycles: Whether to mark the times at which each rank begins to execute operations that the ranks agreed on.
+        mark_cycles: Whether to mark the start of each cycle, in which a rank executes operations that all ranks called.
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -213,7 +213,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, and return it. Collective over all ranks of the job, even ranks that are not in the set.
 
     Args:
-        process_set: A ProcessSet, or ranks. All ranks pass the same set, except if it is made from a communicator.
+        process_set: A ProcessSet, or ranks. All ranks pass the same ranks, or each rank passes its own communicator.
 
     Raises:
         InvalidRequestError: On all ranks, if the set is empty, has ranks that do not exist, or is registered already,

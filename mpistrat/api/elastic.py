@@ -36,7 +36,7 @@ Snapshot = dict[str, Any]
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Raised by commit() on all ranks if the number of ranks changes. `run` starts the training with the new ranks."""
+    """Raised by commit() on all ranks if hosts are added or removed. `run` ends the process; new processes go on."""
 
 
 class ElasticSampler:
@@ -102,7 +102,7 @@ class ElasticSampler:
 
     @staticmethod
     def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the epoch of `states[0]`, with the rows that are processed in any of the states of that epoch."""
+        """Return the epoch of `states[0]`, and the rows that any state of that epoch has as processed. Local."""
         epoch = states[0]["epoch"]
         done = [state["processed_indices"] for state in states if state["epoch"] == epoch]
         return {"epoch": epoch, "processed_indices": set().union(*done)}
@@ -170,7 +170,7 @@ class ObjectState:
 
         Raises:
             HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts are added or removed. The commit is kept.
-            RuntimeError: The commit before this one could not be kept.
+            ElasticError: The previous commit could not be written.
             MismatchError: On all ranks of an elastic job, if the ranks' variables in the state differ.
         """
         own = membership.current()
@@ -460,7 +460,7 @@ class _Attempt:
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
-        self.stage = "ends its engines"  # The current step of this rank, for errors.
+        self.stage = "has tried to end its engines"  # The current step of this rank, for errors.
         self.made: Job | None = None  # The new Job; None before it is made.
         self.problem: Exception | None = None  # The error of `run`, if it has failed.
 

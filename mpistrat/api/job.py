@@ -124,7 +124,8 @@ class Losses:
             try:
                 invitation = self._hosts.listen([rank for rank in firsts if rank], local_addresses())
             except OSError as error:
-                logger.warning("rank 0: there is no port to watch the other hosts: %s", error)
+                logger.warning("rank 0 cannot open a port to watch the other hosts, so the loss of a host may stay "
+                               "unnoticed: %s", error)
         invitation = self._comm.bcast(invitation)
         if topology.rank and self._hosts is not None and invitation is not None:
             there = replace(invitation, addresses=[*elsewhere(invitation.addresses), topology.hosts[0]])

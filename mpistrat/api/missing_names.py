@@ -28,7 +28,7 @@ EVERYWHERE = {
     **dict.fromkeys(["gradient_aggregation", "gradient_aggregation_eager"], _PASSES),
     **dict.fromkeys(["check_extension", "check_installed_version"],
                     INTERNAL + "`mpistrat doctor` shows what this machine has."),
-    "is_version_greater_equal_than": INTERNAL + "packaging.version compares versions.",
+    "is_version_greater_equal_than": INTERNAL + "Compare versions with packaging.version.",
     **dict.fromkeys(["num_rank_is_power_2", "check_num_rank_power_of_2"],
                     INTERNAL + "Adasum itself checks the number of ranks."),
     "handle_average_backwards_compatibility": INTERNAL + "allreduce takes both op and average.",
@@ -47,8 +47,8 @@ TENSORFLOW: Mapping[str, str] = {
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
     "callbacks": "it is in mpistrat.keras.callbacks.",
     "load_model": "it is in mpistrat.keras.",
-    "data": "its compute service is TensorFlow's own: the ranks start tf.data.experimental.service.DispatchServer and "
-            "WorkerServer, and read with tf.data.experimental.service.distribute, see examples/data_service_digits.py.",
+    "data": "use the data service of TensorFlow: start tf.data.experimental.service.DispatchServer and WorkerServer in "
+            "the ranks, and read with tf.data.experimental.service.distribute, see examples/data_service_digits.py.",
     "util": INTERNAL + "The functions are in mpistrat.tensorflow.",
     **dict.fromkeys(["LocalGradientAggregationHelper", "LocalGradientAggregationHelperEager"], _PASSES),
     **dict.fromkeys(["refs_to_vars", "vars_to_refs"], INTERNAL + "TensorFlow 2 has no reference variables."),

@@ -87,7 +87,7 @@ class ProcessSet:
         return self.group("process_set").topology.size > 1
 
     def group(self, operation: str) -> Group:
-        """Return the group that executes collectives of the set. Local. The text of the error has `operation`.
+        """Return the group that executes collectives of the set. Local. `operation` is the caller, for the error.
 
         Raises InvalidRequestError: The set is not registered, or this rank is not in the set.
         """

@@ -134,10 +134,10 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     Raises:
         InvalidRequestError: On all ranks, if the process sets cannot be registered; see add_process_set. The job is
             initialised nevertheless.
-        NotInitializedError: This process is no rank: it was forked from a rank, or has a rank's environment variables.
+        NotInitializedError: This process is a child of a rank: forked, or started with the environment of the rank.
         SettingsError: On every rank, if an MPISTRAT_ variable is invalid on any rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
-        MpistratError: MPI sees fewer ranks than were started, or does not support the thread level.
+        MpistratError: MPI sees fewer ranks than were started, or the thread level of MPI is below THREAD_SERIALIZED.
     """
     forked.require_rank()
     require_own_place(os.environ)
@@ -196,8 +196,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: shutdown() was called by a signal handler that interrupted a collective, and that was
-            installed so recently that the engine does not know of it.
+        InvalidRequestError: A finalizer (__del__) or a signal handler that has interrupted a collective calls
+            shutdown(). Handlers that were installed 0.1 s or more before the collective may call shutdown().
     """
     global _runtime
     if forked.is_child():

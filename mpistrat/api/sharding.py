@@ -60,21 +60,21 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
     Args:
         *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, and others that have
             a length and can be sliced with a step. A numpy array is not copied; the result is a view. A dict of arrays
-            gives a dict. Or a tf.data.Dataset, not batched, whose elements are the rows. Each rank reads all elements
-            and drops those of other ranks, so shard a list of file names, or shard before an expensive `map`. If the
-            number of elements is unknown (a generator, records of files), elements are read in groups of s, which
-            costs 20 to 70 us for each element that is read; with a known number it is 1 to 3 us.
+            gives a dict. The elements of a tf.data.Dataset are the rows, so it must not be batched. Each rank reads all
+            elements and drops those of other ranks, so shard a list of file names, or shard before an expensive `map`.
+            An element takes 1 to 3 us. An element takes 20 to 70 us if the number of elements is unknown (a generator,
+            records of files), because elements are then read in groups of s.
             `dataset.apply(tf.data.experimental.assert_cardinality(n))` makes the number known.
         uneven: If the number of rows n is not a multiple of s, "drop" leaves out the last n % s rows, and "pad"
-            repeats rows from the beginning, so that no row is lost. With "pad" the ranks that repeat a row get a copy.
+            repeats rows from the beginning. With "pad" a rank that repeats a row gets a numpy array as a copy.
         process_set: The ranks that share the rows: r is this rank's index in the set, s its size. Default: all ranks.
 
     Returns:
         One array or dataset for one argument, a tuple for several arguments.
 
     Raises:
-        InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument has
-            no rows, a dataset is shuffled without a seed, or this rank is not in the process set.
+        InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument is
+            no array or dataset, a dataset is shuffled without a seed, or this rank is not in the process set.
         NotInitializedError: Before init().
     """
     if uneven not in UNEVEN:

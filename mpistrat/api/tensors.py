@@ -284,7 +284,8 @@ def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
              for library, value, number in zip(libraries, values, numbers, strict=True)]
     places = [DEVICE_GPU if isinstance(part.arrays, GpuTensors) else DEVICE_CPU for part in parts]
     if len(set(places)) > 1:
-        raise InvalidRequestError(f"{name}: a group must be on the CPU or on the GPU as a whole. Received: {places}")
+        raise InvalidRequestError(f"{name}: the tensors of a group must all be on the CPU, or all on the GPU. "
+                                  f"Received: {places}")
     return _joined(parts, places[0])
 
 

@@ -170,7 +170,7 @@ _SETTINGS = {
 }
 # Options without a value that set a variable.
 _FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks cache no requests"),
-          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark in the file when operations begin"),
+          "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark starts of operations in the timeline"),
           "--no-stall-check": ("MPISTRAT_STALL_CHECK_DISABLE", "1", "wait for other ranks without a time limit")}
 _REFUSED = {
     **dict.fromkeys(("--gloo", "--jsrun"), "the ranks use MPI"),

@@ -456,7 +456,8 @@ def main(argv: list[str]) -> int:
     common.init()
     _require_writable(*filter(None, (options.json, options.plot)))
     for sentence in _disturbances():
-        print(f"mpistrat bench: {sentence}. The times below say little (ps aux --sort=-%cpu | head)", flush=True)
+        print(f"mpistrat bench: {sentence}. So the times below are not reliable. To see these processes, type: "
+              "ps aux --sort=-%cpu | head", flush=True)
     if (tracer := runtime.current().tracer) is not None:
         tracer.is_line_due = False  # The tracer would print one line on all cases together.
     _measure(options)
@@ -519,7 +520,7 @@ def _parser() -> Parser:
     parser = Parser("bench", "Measure collectives on the ranks of this job.", _EPILOG)
     parser.add_argument("cases", nargs="*", type=_case, default=list(CASES), metavar="CASE",
                         help=f"one or more of {', '.join(CASES)}; default: all")
-    parser.add_argument("--repeats", metavar="N", help="repetitions of each case; default: by its bytes",
+    parser.add_argument("--repeats", metavar="N", help="repetitions of each case; by default more for small cases",
                         type=number(int, lambda n: n >= 1, "a whole number of at least 1 is needed. Received: {}"))
     parser.add_argument("--json", metavar="FILE", help="write the results to a file, as JSON")
     parser.add_argument("--plot", metavar="FILE",

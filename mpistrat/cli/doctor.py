@@ -194,8 +194,8 @@ def _cores(observed: Observed) -> Iterator[Finding]:
                           f"{counted(one.cores, 'core')}", f"start {one.cores} there, for example "
                           f"-H {host}:{one.cores}")
         if one.quota is not None and one.quota < one.cores:
-            yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} of the {one.cores} cores "
-                          "by which TensorFlow counts its threads, and pauses when the quota is used up",
+            yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} cores, but TensorFlow "
+                          f"starts threads for {one.cores}; the container pauses whenever the quota is used up",
                           f"docker run --cpuset-cpus=0-{max(0, int(one.quota) - 1)} in place of --cpus; in Kubernetes "
                           "whole CPUs, and requests equal to limits")
         if busy := busy_cores(one.load, one.cores):

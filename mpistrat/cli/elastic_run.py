@@ -58,8 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--elastic-timeout", type=float, metavar="S",
                        help=f"seconds to wait for enough hosts (default {Limits.timeout_s:g})")
     group.add_argument("--reset-limit", type=int, metavar="N", help="how many times the job may start again")
-    group.add_argument("--blacklist-cooldown-range", metavar="S S", help="seconds during which a lost host gets no "
-                       "ranks: after its first loss, and at most (default 30 600)")
+    group.add_argument("--blacklist-cooldown-range", metavar="S S", help="the least and the most seconds for which "
+                       "a lost host gets no ranks; each further loss doubles the time (default 30 600)")
     group.add_argument("--restart-failed", action="store_true", help="replace lost ranks by new processes, at a commit")
     group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
                        help="a directory, the same on all hosts, where the chief saves commits")

@@ -254,8 +254,8 @@ def _parser() -> Parser:
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="write the output of "
                         "rank R to DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, "
                         "still go to the terminal")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds between SIGTERM or Ctrl-C for the "
-                        f"ranks, which may save, and their end (default {_GRACE_S:g}; not for --elastic)")
+    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds that the ranks have to save and to "
+                        f"end after SIGTERM or Ctrl-C (default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
     add_horovod_options(parser)
@@ -298,8 +298,8 @@ def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Ma
     if elastic_run.is_asked_for(options):
         raise LaunchError("--efficiency and --elastic cannot be combined. Leave out one of them.")
     if busy := busy_cores(os.getloadavg()[1], this_machine(os.environ).cores):
-        print(f"mpistrat run: on this host {busy}. These processes change both figures (ps aux --sort=-%cpu | head)",
-              file=sys.stderr)
+        print(f"mpistrat run: on this host {busy}. So the speeds of one rank and of all ranks are not reliable. To see "
+              "these processes, type: ps aux --sort=-%cpu | head", file=sys.stderr)
     speeds = {}
     for number in (1, ranks):
         print(f"mpistrat run: the first {steps} steps on {counted(number, 'rank')}", file=sys.stderr, flush=True)

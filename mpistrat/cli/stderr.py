@@ -328,8 +328,8 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
         hint = _SIGNAL_HINTS.get(ending.signal)
         return f": {where} was killed, {_signal(ending.signal)}" + (f": {hint}" if hint else "")
     if code - 128 in _SIGNAL_NAMES:
-        return (f": mpirun ended as by {_signal(code - 128)}, and named no rank. Probably mpirun itself crashed. Were "
-                "there more ranks than this machine can start (-np)?")
+        return (f": mpirun ended with the code of {_signal(code - 128)}, and named no rank. Probably mpirun itself "
+                "crashed. Were there more ranks than this machine can start (-np)?")
     if launcher is not None and launcher.is_code_ambiguous and code in (
             signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGTERM):
         return f": a rank returned this code, or was killed by {_signal(code)}; {launcher.name} has one code for both"

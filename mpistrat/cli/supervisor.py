@@ -280,8 +280,8 @@ class Interference:
         absent, waiting = told.without_init - told.in_init, told.in_init - told.without_init
         if not absent or not waiting:
             return ""
-        return (f"ranks {rank_list(sorted(absent))} ended without init(), in which ranks {rank_list(sorted(waiting))} "
-                "waited for them")
+        return (f"ranks {rank_list(sorted(absent))} ended without init(), and ranks {rank_list(sorted(waiting))} "
+                "waited for them in init()")
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
         """Write the last operations of the ranks after mpirun has failed; see last.save."""

@@ -67,7 +67,7 @@ class DuplicateNameError(InvalidRequestError):
 
 
 class LaunchError(MpistratError, ValueError):
-    """The arguments of the launcher cannot become a command line of mpirun."""
+    """The job cannot be started: an argument of `mpistrat run` or run() is wrong, or there is no usable mpirun."""
 
 
 class RunError(MpistratError, RuntimeError):
@@ -79,7 +79,7 @@ class ElasticError(MpistratError, RuntimeError):
 
 
 class RecoveryError(MpistratError, RuntimeError):
-    """The surviving ranks of a loss cannot reconnect. This process has to end, without MPI_Finalize."""
+    """After a loss of ranks, the surviving ranks cannot reconnect. This process must end without MPI_Finalize."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
@@ -126,7 +126,7 @@ class LostRank:
 
 
 class RanksLostError(EngineError):
-    """Ranks have died, or their hosts are lost. On each surviving rank, all engines end with this error.
+    """Ranks have died, or their hosts are lost. On surviving ranks this error ends the engines of all process sets.
 
     `lost` has the lost ranks; () if this rank does not know them.
     """
@@ -152,12 +152,12 @@ class RanksLostError(EngineError):
 class StallError(EngineError):
     """Some ranks waited longer than MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS for other ranks.
 
-    Either the other ranks did not submit a tensor, or a process is stopped, or the network between hosts is down.
+    Either the other ranks did not call the collective, or a process is stopped, or the network between hosts is down.
     """
 
 
 class DeadlockError(StallError):
-    """Every rank waits for a collective that another rank cannot reach, so no rank can ever continue.
+    """Every rank waits for a collective that some other rank will never call, so no rank can ever continue.
 
     The ranks detect a deadlock within seconds. Other stalls raise StallError only after the stall limit.
     """

@@ -34,8 +34,9 @@ def require_no_driver(operation: str) -> None:
     if threading.get_ident() in drivers:
         raise InvalidRequestError(
             f"{operation}: called by a signal handler or a finalizer (__del__) that has interrupted a collective of "
-            f"this thread. It would wait for this collective for ever. Let it only set a flag, and call {operation} in "
-            "the training loop when the flag is set. Or install signal handlers at the beginning of the script.")
+            "this thread. The call would wait for this collective for ever. Only set a flag there, and call "
+            f"{operation} in the training loop when the flag is set. Or install the signal handler before the training "
+            "begins: then the handler may call collectives.")
 
 
 _Callback = Callable[[list[Any]], None]

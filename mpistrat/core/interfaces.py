@@ -174,12 +174,12 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Wait until all messages to `ranks` will arrive without further calls on this rank.
+        """Wait until this rank has nothing more to do for its messages to `ranks`, which then arrive by themselves.
 
         The engine calls it before a collective that these ranks must learn of, and before the engine ends. It waits for
         room in the receivers' queues, so the receivers must be able to make progress without this rank.
 
-        Raises StallError: `limit_s` has passed; None: the limit of the settings.
+        `limit_s`: The longest wait, after which StallError is raised; None: the limit in the settings.
         """
 
     @abstractmethod

@@ -169,7 +169,7 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
     if is_one_host:
         return f"{wait} {engine}"
     if set(missing) <= set(topology.local_ranks):
-        return f"{wait} {engine} Or it waits in turn for another host: {network_cause(topology, topology.hosts)}."
+        return f"{wait} {engine} Or one of them waits for another host: {network_cause(topology, topology.hosts)}."
     network = network_cause(topology, topology.hosts_of(missing))
     return f"{wait} Either {network}; or the engine of one of these ranks does not run: {_NOT_RUNNING}."
 

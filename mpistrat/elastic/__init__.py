@@ -5,7 +5,7 @@ before the training is done, the next generation starts on the remaining hosts. 
 ranks in the memory of an *agent*, a process without MPI on each host.
 
 `supervisor_plan` and the first part of `agent` make the decisions, with time and messages as arguments. `service` and
-the rest of `agent` add the sockets and processes of the supervisor and of an agent. `member` is the part of a rank.
+the rest of `agent` add the sockets and processes of the supervisor and of an agent. `member` runs in each rank.
 """
 
 from typing import NoReturn

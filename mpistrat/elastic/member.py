@@ -381,7 +381,7 @@ class Member:
         try:
             found, value = commits.load(str(self._checkpoint_path))
         except (OSError, DamagedCommitError) as error:
-            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove it to begin without a commit.") from None
+            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin with no commit.") from None
         return found, value
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts, and probe those that the Plan asks for. In a thread, since programs and hosts may be slow."""
+        """Look for hosts, and probe those of the Plan. A thread: the discovery script and the hosts may be slow."""
         known: dict[str, set[str]] = {}
         while True:
             found, asked = self._find_hosts(), self._asked

@@ -100,8 +100,8 @@ class Hosts:
     def usable(self, least: int, now: float) -> dict[str, int]:
         """The number of ranks for each host on which ranks may start.
 
-        If they have fewer than `least` slots, the result also has excluded hosts that answer, and silent hosts whose
-        cooldown is over (a firewall may drop the probes): waiting would not yield more.
+        If these hosts have fewer than `least` slots together, the result also has two kinds of excluded hosts: those
+        that answer probes, and silent hosts whose cooldown is over (a firewall may drop the probes).
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}

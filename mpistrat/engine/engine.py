@@ -146,8 +146,9 @@ class Engine:
         deadline = self._clock() + FAILED_EXECUTION_S
         for entry in self._queue.in_flight():
             if entry.origin in origins and not entry.handle.await_done(max(deadline - self._clock(), 0.0)):
-                self.break_off(f"{entry.request.name}: on {self._rank} the tf.function that has submitted it ended in "
-                               f"an error before it was complete. The error was raised on {self._rank}, and says why.")
+                self.break_off(f"{entry.request.name}: on {self._rank} the tf.function that has submitted this "
+                               "operation ended in an error before the operation was complete. To see why, read the "
+                               f"error of the tf.function on {self._rank}.")
                 self._life.ended.wait(FAILED_EXECUTION_S)
                 return
         if JOIN.name in names:

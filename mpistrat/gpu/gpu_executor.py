@@ -360,7 +360,7 @@ class GpuExecutor(DeviceExecutor):
             check_waiting(device, nccl.buffer)
         except Exception as error:
             text = one_line(error)
-            logger.warning("rank %d: the host waits for the results of GPU collectives, since streams cannot wait: %s",
+            logger.warning("rank %d: the host waits for results of GPU collectives, since streams may not wait: %s",
                            self._topology.job_rank, text)
             self.findings.append(f"streams that wait: {text}")
             return False

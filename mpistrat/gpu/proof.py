@@ -110,7 +110,7 @@ def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
     nbytes, theirs = device.checked_bytes, device.stream()
     memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
     if memory is None:
-        raise EngineError(f"the GPU has no memory left for a check that needs {3 * nbytes} bytes")
+        raise EngineError(f"the check of streams needs {3 * nbytes} bytes of GPU memory, which are not free")
     given, read = device.pinned(nbytes), device.pinned(nbytes)
     target, between, source = (memory.address + i * nbytes for i in range(3))
 

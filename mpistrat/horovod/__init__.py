@@ -199,8 +199,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
             the batch system.
         hostfile: A file of hosts, in the syntax of Open MPI or MPICH.
         start_timeout: Seconds within which the function must begin on the ranks; default: 600.
-        output_filename: A directory. Rank R prints into the files rank.R/stdout and rank.R/stderr below it; with more
-            than ten ranks rank.0R.
+        output_filename: A directory. Rank R prints into the files rank.R/stdout and rank.R/stderr in it. With more than
+            ten ranks the numbers have leading zeros, for example rank.07.
         verbose: Print the command line of mpirun.
         mpi_args: More options for mpirun, in one string.
         executable: The Python interpreter of the ranks; default: the interpreter of this process.

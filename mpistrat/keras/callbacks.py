@@ -51,8 +51,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     Attributes:
         local: The variables that are not broadcast.
         process_set: The process set of the constructor.
-        first_steps: The checks of the first reductions of each optimizer. Reductions before the broadcast do not count.
-            Set by fit.
+        first_steps: The checks that the ranks have equal weights in the first reductions of each optimizer. The checks
+            begin after the broadcast. Set by fit.
         has_users_own: Whether fit has callbacks of user-defined classes, which may average weights. Set by fit.
     """
 
@@ -333,7 +333,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate linearly from `initial_lr / size()` to `initial_lr` in the first epochs. Local.
 
     Args:
-        initial_lr: The rate for all ranks together, after the warm-up.
+        initial_lr: The learning rate after the warm-up, usually the rate for one rank times size().
         warmup_epochs: The number of epochs of the warm-up.
         momentum_correction: See LearningRateScheduleCallback.
         steps_per_epoch: See LearningRateScheduleCallback.

@@ -121,14 +121,14 @@ class Elastic(Callback):
     new order. The logs of this epoch cover the batches after the commit.
 
     With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose rows anew.
-    If an epoch then has another number of batches, fit goes on at the same fraction of the epoch, rounded down, so the
-    rows of up to one batch are trained twice (up to k batches with steps_per_execution=k). If Keras does not know the
-    number, as with a generator, the number of batches is taken to be inversely proportional to the number of ranks.
+    The epoch may then have another number of batches, and fit goes on at the same fraction of the epoch, rounded down
+    to a batch. So the rows of up to one batch are trained twice (up to k batches with steps_per_execution=k). Without a
+    known number of batches (a generator) fit takes this number to be inversely proportional to the number of ranks.
     Processes that survive keep their rows, and the rows of a lost rank are left out. With `MPIStrategy`, or with
     `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
 
     Args:
-        commit_every: The number of batches per commit, rounded up to whole executions. Each epoch ends with a commit.
+        commit_every: The number of batches per commit, rounded up to full executions. Each epoch ends with a commit.
 
     Raises:
         ValueError: `commit_every` is below 1.
@@ -204,7 +204,7 @@ class Elastic(Callback):
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """Stop reading only, and train the next batches."""
+        """After finished batches were read without training, train the next batches. Local."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result

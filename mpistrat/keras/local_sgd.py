@@ -197,8 +197,8 @@ class PeriodicAveraging(keras.callbacks.Callback):
         if uneven not in ("error", "join"):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
-            raise InvalidRequestError('uneven="join" does not work with a scope, whose ranks average gradients. Leave '
-                                      "out scope=, or give all ranks the same number of batches.")
+            raise InvalidRequestError('uneven="join" does not work with scope=: the ranks of a scope average gradients '
+                                      "in every step, so they need as many batches. Leave out scope=, or uneven=.")
         self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
         self.process_set = process_set_of(scope)
         self.steps = self.steps_apart = 0
@@ -281,13 +281,13 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- in fit --------------------------------------------------------------------------------------------------------
 
     def training(self, model: keras.Model) -> LocalTraining:
-        """Train this model from now on. Local. Raises InvalidRequestError if the model cannot be trained so."""
+        """Return the training of this model, and use it from now on. Local. Raises InvalidRequestError as fit does."""
         training = LocalTraining(model, self)
         self.enter(training)
         return training
 
     def enter(self, training: LocalTraining) -> None:
-        """Train this model from now on. Local."""
+        """Use this training, with its model, from now on. Local."""
         self._training = training
         self._forget()
 
@@ -374,8 +374,8 @@ class LocalSGD(PeriodicAveraging):
     Args:
         every: The number of steps between two averages. A step is a batch. With steps_per_execution the number is
             rounded up to whole executions.
-        warmup: The number of first steps after each of which the weights are averaged (with steps_per_execution after
-            each execution). For SGD that is the same as averaging gradients.
+        warmup: The number of steps at the beginning of training that each end with an average of the weights (with
+            steps_per_execution each execution). For SGD that is the same as averaging gradients.
         scope: The ranks that average gradients in every step: those of a host ("hosts"), or of a process set that
             includes this rank. Weights are averaged over all ranks. Pass the `process_set` of this object to the
             optimizer: `hvd.DistributedOptimizer(optimizer, process_set=local.process_set)`. "hosts" registers process
@@ -383,13 +383,13 @@ class LocalSGD(PeriodicAveraging):
         average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
             False: each rank keeps its own state, and less is sent.
         uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks without
-            batches wait at the end of each epoch while the others average; then all ranks get the weights of the rank
-            with the most batches.
+            batches wait at the end of each epoch while the others average. Then all ranks get the weights of the rank
+            with the most batches. A scope excludes "join".
 
     Raises:
-        ValueError: An argument is out of range; on every rank when fit begins, if the model is one of MPIStrategy, the
-            optimizer averages gradients among other ranks, fit has two such callbacks, or the ranks differ in
-            arguments.
+        ValueError: An argument is out of range. On every rank when fit begins, if the model is one of MPIStrategy or
+            Keras 2, the optimizer averages gradients among other ranks than those of `scope`, fit has two callbacks of
+            this kind, or the ranks have different arguments.
     """
 
     def _average(self, training: LocalTraining) -> None:
@@ -404,18 +404,18 @@ def assign_means(variables: Sequence[keras.Variable], name: str) -> None:
 
 
 class DiLoCo(PeriodicAveraging):
-    """Lets each rank train alone, and makes an outer step with the average progress every `every` steps. Collective.
+    """Lets each rank train alone. After every `every` steps an outer step applies the mean progress. Collective.
 
-    DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the outer gradient is the mean over the ranks of the
-    weights at the last outer step minus the weights now. The outer optimizer applies it to the weights at the last
-    outer step, and all ranks go on from the result. The inner optimizer is the optimizer of
-    `compile`, which must not be distributed. The paper uses AdamW.
+    DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the progress of a rank is the difference between its
+    weights at the last outer step and its weights now. The outer gradient is the mean progress of the ranks. The outer
+    optimizer applies this gradient to the weights at the last outer step, and all ranks go on from the result. The
+    inner optimizer is that of `compile`. Without a scope it must not be distributed. The paper uses AdamW.
 
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
 
-    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs twice the
-    memory of the weights in addition: the weights at the last outer step, and the momentum of the outer optimizer.
+    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs more
+    memory, two times the weights: the weights at the last outer step, and the momentum of the outer optimizer.
 
     Args:
         every: The number of steps between two outer steps, as in LocalSGD.

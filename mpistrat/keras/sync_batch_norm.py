@@ -23,19 +23,19 @@ from .bridge.private_names import serialise_as
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """A BatchNormalization layer that normalizes by mean and variance over the rows of all ranks.
 
-    In training, `call` is collective: two all-reduces sum the numbers of rows, the values and the squared deviations,
-    and the gradient takes two more. So mean and variance are exactly those of one process with all rows, also for
-    batches of different sizes. Float16 and bfloat16 inputs are computed in float32. Inference does not communicate.
+    In training, `call` is collective: two all-reduces sum the numbers of rows, the values and the squared deviations.
+    So mean and variance are exactly those of one process with all rows, also for batches of different sizes. The
+    gradient makes two more all-reduces. Float16 and bfloat16 are computed in float32. Inference does not communicate.
     In a file the layer is a keras.layers.BatchNormalization, and loads as that layer where mpistrat is not installed.
 
     Args:
         fused: Accepted for compatibility with Horovod; must be False.
         process_set: The ranks whose rows are normalized together.
-        **kwargs: As for keras.layers.BatchNormalization, without `renorm` and `synchronized`.
-            Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is one of tf_keras.
+        **kwargs: As for BatchNormalization. Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is of tf_keras.
 
     Raises:
-        InvalidRequestError: `fused`, `renorm` or `synchronized` is set, or `process_set` is not a ProcessSet.
+        InvalidRequestError: `fused`, `renorm`, `synchronized` or `virtual_batch_size` is set, or `process_set` is not
+            a ProcessSet.
     """
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):

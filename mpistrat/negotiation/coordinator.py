@@ -218,7 +218,7 @@ class Coordinator:
         return LONGEST_CYCLE_S if poll_s is None else poll_s
 
     def check(self, now: float) -> None:
-        """See AnswerWatch.check."""
+        """Raise StallError if rank 0 has not answered this rank's requests in time, see AnswerWatch.check."""
         self._unanswered.check(now, self.stalls.abort_s)
 
     def _announce(self, now: float) -> Announcement | None:

@@ -50,8 +50,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         ("device", lambda r: r.device),
         ("compression", lambda r: r.wire_dtype or "none"),
         ("which tensors of the list there are", lambda r: rank_list(_members(r))),
-        ("how the list is packed (an eager call and a tf.function differ in that, and so do shapes that are known and "
-         "unknown when a tf.function is traced, and tensors on a GPU and on the CPU)",
+        ("how the list is packed (the packing depends on whether the call is eager or in a tf.function, on shapes that "
+         "are known or unknown when the tf.function is traced, and on whether the tensors are on a GPU or on the CPU)",
          lambda r: r.layout or "one by one")]
     for what, get in aspects:
         values: dict[Any, set[int]] = {}
@@ -60,8 +60,8 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         if len(values) > 1:
             said = "; ".join(f"{value} on ranks {topology.listed(sorted(ranks))}" for value, ranks in
                              sorted(values.items(), key=lambda item: min(item[1])))
-            more = (" A script may catch an error that all ranks have in the same execution." if what == _FAILURES
-                    else _only_on_some(by_request, topology))
+            more = (" A script may catch an error only if all ranks have the error in the same execution."
+                    if what == _FAILURES else _only_on_some(by_request, topology))
             return f"{first.name}: the ranks disagree on {what}: {said}.{more}"
     raise AssertionError("the requests are equal")
 

@@ -67,12 +67,12 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             and the work of the update among the ranks, like ShardedOptimizer: gradients are reduce-scattered, each rank
             updates its part of the weights and has the slots for that part, and the new weights are all-gathered. A
             step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
-            "mirrored", unless XLA compiles the steps. Norms (clipping) and accumulated gradients, which are reduced in
-            every pass, differ by rounding. Optimizers need an update_step, and must be made in the scope or not built
-            before. `optimizer.variables` has only variables that all ranks have, such as the counter of steps. Files
-            and checkpoints are those of "mirrored", for any number of ranks: saving gathers the slots on the rank that
-            writes. "central" works like "sharded", but rank 0 has all slots and makes the whole update. Gradients are
-            all-reduced, and rank 0 broadcasts the new weights, so a step sends more than with "mirrored".
+            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every pass. They differ from
+            "mirrored" by rounding, as does clipping by norm. An optimizer needs an update_step. An optimizer from
+            outside the scope must not be built yet. `optimizer.variables` has only variables that all ranks have, such
+            as the counter of steps. Files and checkpoints are as with "mirrored", for any number of ranks: the rank
+            that writes gathers the slots. "central" works like "sharded", but rank 0 has all slots and makes the whole
+            update. Gradients are all-reduced, and rank 0 broadcasts the weights, so a step sends more than "mirrored".
         compression: One of Compression, for the gradients that a Keras optimizer applies.
         sparse_as_dense: Convert tf.IndexedSlices among these gradients to dense tensors first.
         groups: The number of groups, of about equal numbers of gradients, that are reduced together; default: all
@@ -81,8 +81,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Raises:
         InvalidRequestError: `variables` or `groups` is invalid; on this rank, before anything is sent.
-        MissingDependencyError: This version of TensorFlow or Keras is not supported, or `variables` is not
-            "mirrored" and tf.keras is Keras 2 or Keras 3 is missing; on this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported. With "sharded" and "central" also
+            if tf.keras is Keras 2, or Keras 3 is missing. On this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -193,7 +193,7 @@ def _default_device() -> str:
 
 
 def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
-    """Return what replaces the strategy `name` of TensorFlow's guide under mpirun. Collective.
+    """Return the replacement of TensorFlow's strategy `name` for a job of mpirun. Collective.
 
         strategy = mpistrat.tensorflow.strategy("mirrored")
 
@@ -209,7 +209,7 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
             "one_device", "default": MPIStrategy on one rank, started with plain `python`.
         **options: As for MPIStrategy, with these additions and exceptions:
             "mirrored": Also `cross_device_ops`, as for tf.distribute.MirroredStrategy. It has no effect, because
-                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run; a warning says how they differ.
+                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run. A warning names the difference, if any.
             "parameter_server": Only `jobs` and `variable_partitioner`. `jobs` is as for MPIClusterResolver, without
                 evaluators; by default all ranks between the first and the last are workers. `variable_partitioner` is
                 as for ParameterServerStrategy.
@@ -230,7 +230,7 @@ def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **op
         name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
         if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
             if runtime.current().settings.cpu_operations == "mpi":
-                logger.warning("%s: MPISTRAT_CPU_OPERATIONS=mpi leaves out the stage within each host.", name)
+                logger.warning("%s has no effect, because MPISTRAT_CPU_OPERATIONS is mpi. Unset this variable.", name)
         elif isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
             if not common.nccl_built():
                 logger.warning("%s: NCCL is not available. %s reduces the tensors.", name, in_use)

@@ -98,10 +98,10 @@ class Compression(metaclass=_Choices):
 
     With fp16 and bf16 a CPU still sums in float32; a GPU sums in the dtype in which gradients are sent.
 
-    int8 compresses only the data between hosts, and each host still sums in float32. int8 has an effect only on an
-    all-reduce of floating-point tensors with Sum or Average, of at least 16 KiB at a time. It has no effect on one host
-    and on `tf.IndexedSlices`. Error feedback adds the rounding error of a gradient to the next gradient of the same
-    variables, and takes up to 4 bytes of host memory for each value.
+    int8 compresses only the data between hosts, and each host still sums in float32. int8 has an effect only if
+    floating-point tensors are all-reduced with Sum or Average, and tensors that are reduced together have at least
+    16 KiB. int8 has no effect on one host and on `tf.IndexedSlices`. Error feedback adds the rounding error of a
+    gradient to the next gradient of the same variables, and takes up to 4 bytes of host memory for each value.
     """
 
     none = NoneCompressor
@@ -116,8 +116,8 @@ class Compression(metaclass=_Choices):
         Call it between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
 
         Returns:
-            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host, the arrays
-            that were restored.
+            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host the arrays
+            are those of the last restore_error_feedback(), because int8 has no effect there.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: array_ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)

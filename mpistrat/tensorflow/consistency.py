@@ -471,7 +471,8 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
     if action == "abort" or not have_same_shapes:
         raise MismatchError(f"{problem} MPISTRAT_CHECK_ACTION=off switches this check off.")
     if process_set.rank() == 0:
-        logger.warning("mpistrat: %s Training goes on with them, because MPISTRAT_CHECK_ACTION is warn.", problem)
+        logger.warning("mpistrat: %s Training goes on with different weights, because MPISTRAT_CHECK_ACTION is warn.",
+                       problem)
 
 
 def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:

@@ -306,9 +306,9 @@ def warn_of_strategy(process_set: ProcessSet) -> None:
         return
     _warned.append(True)
     name = type(tf.distribute.get_strategy()).__name__
-    logger.warning("mpistrat: gradients are averaged over the ranks within a tf.distribute.%s, which knows nothing of "
-                   "the other ranks: it divides each batch of this rank among the devices of this process, and counts "
-                   "steps and rows by itself. Use only one of the two. To keep a strategy, write strategy = "
+    logger.warning("mpistrat: a distributed optimizer or tape averages gradients over the ranks inside a "
+                   "tf.distribute.%s, which does not know of other ranks: it divides each batch of this rank among the "
+                   "devices of this process, and counts steps and rows by itself. To keep a strategy, write strategy = "
                    "mpistrat.tensorflow.MPIStrategy() instead, and leave out the distributed optimizer or tape. To "
                    "keep the distributed optimizer or tape, leave out the strategy and its scope.", name)
 
@@ -448,9 +448,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
     """Return a tape that shares the recording of `gradtape` and averages gradients over the ranks. Horovod's signature.
 
-    All ranks must call `gradient` in the same places of the program (in a tf.function: while it is traced). A Keras
-    variable with overwrite_with_gradient gets the largest value of all ranks, if the source is the Keras variable
-    itself and not the tf.Variable in it.
+    All ranks must call `gradient` in the same functions and in the same order (in a tf.function: while it is traced).
+    The gradient of a Keras variable with overwrite_with_gradient is the largest value of all ranks. This needs the
+    Keras variable in `sources`, not the tf.Variable in the Keras variable.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.
@@ -459,8 +459,8 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
         op: Average or Sum.
-        gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
-            N / factor after it. Average only.
+        gradient_predivide_factor: Splits the division by the number of ranks N. Gradients are divided by this factor
+            before the sum, and by N / factor after the sum. Average only.
         num_groups: Deprecated form of `groups`.
         groups: The gradients that are reduced together; default: all. A number makes that many groups, with about
             equal numbers of gradients. Lists of variables make one group for the gradients of each list, and one group
@@ -494,7 +494,7 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
 
     Args:
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: As above.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: Likewise.
         local_layers: A Keras layer, or a list of layers. All layers must be built.
 
     Raises:

@@ -127,8 +127,8 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     """Return the tensors of all ranks, concatenated along the first dimension, which may differ in size. Collective.
 
     As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. If a loss uses rows of all
-    ranks (a contrastive loss) and its gradients are averaged again, they are 1/N of those of a single process. For the
-    exact gradient use `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, which equals `allgather(z)`.
+    N ranks (a contrastive loss) and an optimizer averages its gradients again, they are 1/N of the exact gradients.
+    Then write `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, whose value equals that of `allgather(z)`.
 
     Raises:
         As allreduce.

@@ -63,8 +63,8 @@ def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
 class Offset:
     """The offset of one rank's clock from the clock of rank 0, as known on rank 0.
 
-    `measured`: The offset measured in init() in nanoseconds, at the time `now` of the clock of rank 0. `is_shared`:
-    Whether the rank reads the same clock as rank 0.
+    `measured`: The offset in nanoseconds, measured in init(). `now`: The time of the measurement, by the clock of rank
+    0. `is_shared`: Whether the rank reads the same clock as rank 0.
     """
 
     def __init__(self, measured: int, now: int, is_shared: bool):

@@ -83,9 +83,9 @@ def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
         return (f"It has used {cores:.2f} cores, so it waits for something that is not computed: data of the input "
                 f"pipeline, a file, a lock, or a sleep.{at}")
     if cores < _LITTLE_USE:
-        return (f"It could compute little: it has used {cores:.1f} cores, and its threads have waited for one for "
-                f"{delayed:.1f} s in each second, as those of the other ranks have. Other processes run on their "
-                f"cores.{at}")
+        return (f"It could compute little: it has used {cores:.1f} cores, and its threads have waited for a core for "
+                f"{delayed:.1f} s in each second. The threads of the other ranks have waited likewise, since other "
+                f"processes run on all these cores.{at}")
     return f"It computes: it has used {cores:.1f} cores. It has more to do than the others, or slower cores.{at}"
 
 

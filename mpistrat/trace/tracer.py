@@ -187,8 +187,8 @@ class Tracer(Observer):
         try:
             self._report_and_write()
         except Exception:  # Of any kind: a defect of the trace is no reason to end the training.
-            logger.warning("mpistrat: rank %d reports nothing any more, and sends nothing for a timeline",
-                           self._topology.rank, exc_info=True)
+            logger.warning("mpistrat: the recorder of rank %d has failed. Training goes on, but mpistrat top and the "
+                           "timeline get nothing more from this rank.", self._topology.rank, exc_info=True)
 
     def _report_and_write(self) -> None:
         began = time.monotonic_ns()

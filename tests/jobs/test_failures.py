@@ -43,7 +43,8 @@ def test_a_rank_that_ends_well_without_init_is_named_when_the_others_wait_for_it
               "import mpistrat; mpistrat.init()")
     job = run_limited([sys.executable, "-m", "mpistrat", "run", "-np", "2", sys.executable, "-c", script], limit_s=90)
     assert job.code == 1 and job.left == (), job.output
-    assert "ended with exit code 1: ranks [1] ended without init(), in which ranks [0] waited for them" in job.output
+    assert ("ended with exit code 1: ranks [1] ended without init(), and ranks [0] waited for them in init()"
+            in job.output)
 
 
 # -- one rank ends ----------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_jobs_that_differ_among_the_ranks_are_an_error_on_every_rank(rank: int, 
     others = {"chief": 1, "worker": size - 1}
     last = {"chief": 1, "ps": size - 1}
     assert error_of(last if rank == size - 1 else others) == \
-        f"the ranks disagree on jobs: {others} on rank 0, {last} on rank {size - 1}."
+        f"the ranks pass different `jobs`: {others} on rank 0, {last} on rank {size - 1}."
 
 
 def test_roles_in_another_order_are_those_of_the_chief(rank: int, size: int) -> None:
@@ -183,7 +183,7 @@ def test_nccl_is_said_not_to_be_there_where_it_is_not(caplog: pytest.LogCaptureF
 
 def test_hierarchical_reduction_is_what_is_done(caplog: pytest.LogCaptureFixture) -> None:
     text = warned_of(caplog, tf.distribute.HierarchicalCopyAllReduce())
-    assert ("leaves out the stage" in text) == (runtime.current().settings.cpu_operations == "mpi" and hvd.rank() == 0)
+    assert ("has no effect" in text) == (runtime.current().settings.cpu_operations == "mpi" and hvd.rank() == 0)
 
 
 # -- who is the chief -------------------------------------------------------------------------------------------------

@@ -108,7 +108,8 @@ def test_a_difference_may_be_a_warning(door: Callable, rank: int, checked: Calla
     assert len(set(everywhere(model.get_weights()[0].tobytes()))) > 1
     found = warnings_in(caplog)
     assert [HERE in text for text in found] == ([] if rank else [True, False])
-    assert all("Training goes on with them, because MPISTRAT_CHECK_ACTION is warn." in text for text in found)
+    assert all("Training goes on with different weights, because MPISTRAT_CHECK_ACTION is warn." in text
+               for text in found)
 
 
 @sample("door", DOORS)

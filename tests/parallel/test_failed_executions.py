@@ -50,8 +50,9 @@ def test_a_collective_that_one_rank_has_left_behind_ends_the_engines(where: str,
     # Before it reaches the second collective, or while it waits for that.
     with pytest.raises(tf.errors.OpError, match="not invertible"):
         step(tf.constant(2.0), tf.constant(0.0))
-    with pytest.raises(tf.errors.OpError, match=f"second: on rank {size - 1} the tf.function that has submitted it "
-                                                rf"ended in an error before it was complete\. .*{WAY_OUT}"):
+    with pytest.raises(tf.errors.OpError, match=f"second: on rank {size - 1} the tf.function that has submitted this "
+                                                "operation ended in an error before the operation was complete"
+                                                rf"\. .*{WAY_OUT}"):
         for number in range(3, 6):
             assert step(tf.constant(float(number)), tf.constant(1.0)) == number * size
     restart()
@@ -110,7 +111,8 @@ def test_a_step_that_one_rank_alone_has_given_up_ends_the_engines(rank: int, siz
         return total(x + 0.0 * tf.linalg.inv(tf.eye(3) * diagonal)[0, 0], "alone")
 
     with pytest.raises(tf.errors.OpError, match=rf"alone: the ranks {NOT_ALL}: 1 on ranks \[0\]; 0 on ranks .*A script "
-                                                r"may catch an error that all ranks have in the same execution\."):
+                                                r"may catch an error only if all ranks have the error in the same "
+                                                r"execution\."):
         for number in range(5):
             if number == 2 and rank == 0:
                 with suppress(tf.errors.InvalidArgumentError):

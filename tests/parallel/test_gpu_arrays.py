@@ -340,7 +340,7 @@ def test_ranks_without_a_gpu_take_part_when_all_go_by_the_host(library: Any, ran
 def test_a_group_is_on_one_device(library: Any) -> None:
     if os.environ["MPISTRAT_GPU_OPERATIONS"] == "host":
         pytest.skip("all are on the host then")
-    with pytest.raises(mpistrat.InvalidRequestError, match="on the CPU or on the GPU as a whole"):
+    with pytest.raises(mpistrat.InvalidRequestError, match="must all be on the CPU, or all on the GPU"):
         mpistrat.grouped_allreduce([library.array(np.ones(2)), np.ones(2)])
 
 
@@ -461,7 +461,7 @@ def test_random_programs_of_sets_that_overlap(operations: str, rank: int, overla
 def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
         rank: int, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(device: Any, buffer: Any) -> None:
-        raise EngineError("the GPU has no memory left for a check that needs 96 bytes")
+        raise EngineError("the check of streams needs 96 bytes of GPU memory, which are not free")
 
     found = StandIn(rank)
     monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
@@ -479,8 +479,9 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
     mpistrat.shutdown()
     monkeypatch.undo()
     mpistrat.init()
-    assert caplog.messages == [f"rank {rank}: the host waits for the results of GPU collectives, since streams "
-                               "cannot wait: the GPU has no memory left for a check that needs 96 bytes"] * (rank == 0)
+    assert caplog.messages == [f"rank {rank}: the host waits for results of GPU collectives, since streams may "
+                               "not wait: the check of streams needs 96 bytes of GPU memory, which are not free"
+                               ] * (rank == 0)
 
 
 @pytest.mark.parametrize("begins", ["at once", "later"])

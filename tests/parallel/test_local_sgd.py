@@ -303,7 +303,7 @@ def test_ranks_that_wait_for_one_without_the_callback_say_so(rank: int, size: in
     with under(Leg("deadlock", {"MPISTRAT_DEADLOCK_S": "1"})):
         model = model_of()
         model.compile(keras.optimizers.SGD(0.1), loss="mse")
-        words = "give it to the callbacks of all ranks" if rank else "a deadlock"
+        words = "give this callback to fit on all ranks" if rank else "a deadlock"
         with pytest.raises(mpistrat.DeadlockError, match=words):
             if rank:
                 model.fit(*rows(rank), batch_size=BATCH, verbose=0, callbacks=[hvd.callbacks.LocalSGD(every=2)])

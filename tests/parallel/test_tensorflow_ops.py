@@ -526,7 +526,7 @@ def test_shapes_that_one_rank_does_not_know_when_it_traces_are_not_said_to_diffe
     step = in_graph(lambda x: hvd.grouped_allreduce([x * 2.0, x * 3.0, tf.ones([3]) * x[0]], name="unknown_shapes"))
     concrete = step.get_concrete_function(tf.TensorSpec([None] if rank == 0 else [4], tf.float32))
     with pytest.raises(tf.errors.OpError, match=r"unknown_shapes: the ranks disagree on how the list is packed .* "
-                                                r"shapes that are known and unknown .*on ranks \[0\]; "):
+                                                r"shapes that are known or unknown .*on ranks \[0\]; "):
         concrete(tf.ones([4]))
     restart()
 

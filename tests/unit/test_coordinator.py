@@ -339,9 +339,10 @@ A = allreduce("a", 3)
     ({"device": "gpu"}, "device: cpu on ranks [0, 1]; gpu on ranks [2]"),
     ({"wire_dtype": "float16"}, "compression: none on ranks [0, 1]; float16 on ranks [2]"),
     ({"layout": ((1,),)}, "which tensors of the list there are: [0] on ranks [0, 1]; [1] on ranks [2]"),
-    ({"layout": ((0,),)}, "how the list is packed (an eager call and a tf.function differ in that, and so do shapes "
-                          "that are known and unknown when a tf.function is traced, and tensors on a GPU and on the "
-                          "CPU): one by one on ranks [0, 1]; ((0,),) on ranks [2]")])
+    ({"layout": ((0,),)}, "how the list is packed (the packing depends on whether the call is eager or in a "
+                          "tf.function, on shapes that are known or unknown when the tf.function is traced, and on "
+                          "whether the tensors are on a GPU or on the CPU): one by one on ranks [0, 1]; ((0,),) on "
+                          "ranks [2]")])
 def test_a_mismatch_names_the_aspect_the_values_and_the_ranks(odd: dict, text: str) -> None:
     job = Job(3)
     job.submit_all(A, but=[2])

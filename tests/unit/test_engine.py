@@ -574,8 +574,8 @@ def test_a_collective_inside_of_a_cycle_of_its_thread_is_an_error_and_no_hang(wa
     group = ThreadGroup(1)
     engine = make_engine(0, 1, group.control(0), Interrupted(group, 0), Settings())
     name = r"shutdown\(\)" if waits == "shutdown" else "in the handler"
-    with pytest.raises(EngineError, match=f"InvalidRequestError.*{name}: called by a signal handler .* Let it only set "
-                                          f"a flag, and call {name} in the training loop"):
+    with pytest.raises(EngineError, match=f"InvalidRequestError.*{name}: called by a signal handler .* Only set a flag "
+                                          f"there, and call {name} in the training loop"):
         run(engine, "in the loop", np.ones(1)).wait(LONG_S)
 
 

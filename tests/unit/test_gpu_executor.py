@@ -333,7 +333,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     job.settle()
     assert values_of(handle) == [[1, 1, 1]]
     warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "rank 0: the host waits for the results of GPU collectives, since streams cannot wait: too early"
+    assert warning == "rank 0: the host waits for results of GPU collectives, since streams may not wait: too early"
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

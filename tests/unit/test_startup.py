@@ -107,7 +107,7 @@ def test_ranks_wait_in_vain_for_one_that_has_ended_without_init() -> None:
     # A program that has started the one that calls init().
     assert why_vain(told("rank 0 is in init()", "rank 1 is in init()", "rank 1 has ended without init()")) == ""
     assert why_vain(told("rank 0 is in init()", "rank 2 is in init()", "rank 1 has ended without init()")) == \
-        "ranks [1] ended without init(), in which ranks [0, 2] waited for them"
+        "ranks [1] ended without init(), and ranks [0, 2] waited for them in init()"
 
 
 @pytest.mark.parametrize(("ends", "code"), [("exec sleep 600", 1), ("exit 3", 3)])

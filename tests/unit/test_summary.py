@@ -83,7 +83,7 @@ def test_a_crash_of_mpirun_is_explained() -> None:
     assert "(SIGKILL): by the agent of this host, by a user" in summarize(137, [], [], died_of=9,
                                                                            subject="generation 1")[1][0]
     # A script in the place of mpirun ends as a shell would.
-    assert "mpirun ended as by signal 11 (SIGSEGV), and named no rank" in summarize(139, [], [])[1][0]
+    assert "mpirun ended with the code of signal 11 (SIGSEGV), and named no rank" in summarize(139, [], [])[1][0]
 
 
 def test_mpich_gives_a_signal_as_the_exit_code() -> None:

@@ -112,7 +112,7 @@ def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
 def test_a_rank_of_the_same_host_may_itself_wait_for_another_host() -> None:
     text = describe_wait(Topology(0, HOSTS), [1], 15.0)
     assert text.startswith("rank 0 on a has waited 15 s for ranks [1] on a. The engine of one of them, at least")
-    assert text.endswith("Or it waits in turn for another host: the network between the hosts a and b, c is down or "
+    assert text.endswith("Or one of them waits for another host: the network between the hosts a and b, c is down or "
                          "loses what is sent.")
 
 

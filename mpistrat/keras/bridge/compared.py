@@ -209,7 +209,7 @@ def _numbers(arrays: list[np.ndarray]) -> tuple[float, ...]:
 
 
 def _are_close(numbers: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Return whether two results of _numbers are equal. The norm is the scale of the projection."""
+    """Whether two results of _numbers, (projection, norm), are equal up to rounding errors of the norm's size."""
     return len(numbers) == len(others) and (not numbers or (
         are_equal(numbers[1], others[1]) and are_equal(numbers[0] + numbers[1], others[0] + numbers[1])))
 

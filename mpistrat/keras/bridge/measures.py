@@ -172,7 +172,8 @@ class AverageMetrics(Callback):
         found = {rank: of_rank for rank, of_rank in enumerate(readers) if of_rank}
         self._is_needed = bool(found)
         if found and self._process_set.rank() == 0:
-            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, for %s on ranks %s",
+            logger.info("rank 0: fit averages the metrics over the ranks at the end of each epoch, because of the "
+                        "callbacks %s on ranks %s",
                         ", ".join(sorted({name for names in found.values() for name in names})), rank_list(found))
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -259,7 +260,7 @@ def line_of(unit: str, per_second: float, works: Sequence[Work], names: Sequence
 
 
 class Throughput(Callback):
-    """Adds the rows per second of all ranks together to the logs of each epoch. Collective.
+    """Writes the rows per second, for all ranks together, into the logs of each epoch. Collective.
 
     The key is `rows_per_second`, or `steps_per_second` if the rows of some rank cannot be counted. All ranks together
     make one step. All ranks get the same number. Put the callback before callbacks that read the logs (CSVLogger,

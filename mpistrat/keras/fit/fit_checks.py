@@ -264,8 +264,8 @@ class FitChecks(Callback):
         except CollectiveError as error:
             if not training.settings:
                 raise
-            raise type(error)(f"{error} fit averages weights on this rank, by {training.settings}: give it to the "
-                              "callbacks of all ranks.") from error
+            raise type(error)(f"{error} fit averages weights on this rank, by {training.settings}: give this "
+                              "callback to fit on all ranks.") from error
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
             training.has_begun, values = True, step_values_of(self.model)

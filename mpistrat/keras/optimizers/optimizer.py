@@ -107,9 +107,9 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
     saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that
     Keras overwrites with its gradient (overwrite_with_gradient, for float8) gets the largest value of all ranks. All
-    ranks must create their optimizers in the same order; optimizers that are deleted before any is used do not count.
-    Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its default) as False. Local; `apply`
-    is collective.
+    ranks must create their optimizers in the same order. An optimizer that is deleted before any optimizer averages
+    gradients does not count. Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its
+    default) as False. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. An optimizer of
@@ -125,7 +125,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
             accumulation.
         average_aggregated_gradients: Divide the sum of the k gradients by k.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together; default: all. A number makes so many groups, with about equal
+        groups: Which gradients are reduced together; default: all. A number makes that many groups, with about equal
             numbers of gradients. Lists of variables make a group of the gradients of each list, and one more group of
             the gradients of all other variables.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
@@ -172,26 +172,26 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
 def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # noqa: N802
     """Return a DistributedOptimizer whose state and update are divided among the ranks (ZeRO-1, arXiv 1910.02054).
 
-    A step reduce-scatters the gradients, updates this rank's parts of the weights, and all-gathers the weights. With N
-    ranks, a rank has 1/N of the state (for Adam twice the weights), a copy of its parts of the weights, and 1/N of the
-    work of the update. Optimizers that compute each element separately (SGD, Adam, AdamW, Nadam, Adamax, Adadelta,
-    Adagrad, RMSprop, Ftrl, Lion) divide variables among the ranks. With Lamb, Muon and user-defined optimizers a
-    variable belongs to one rank as a whole, and gradients are all-reduced. On one host SGD and Adam give bit for bit
-    the weights of a DistributedOptimizer, unless XLA compiles the steps. Gradients that are accumulated are reduced in
-    every pass, and each rank accumulates its part.
+    A step reduce-scatters the gradients, updates this rank's parts of the weights, and all-gathers the weights. Each of
+    N ranks has 1/N of the state and does 1/N of the update. The state of Adam is twice the size of the weights. A rank
+    also has a second copy of its parts of the weights. Optimizers that compute each element separately (SGD, Adam,
+    AdamW, Nadam, Adamax, Adadelta, Adagrad, RMSprop, Ftrl, Lion) divide the elements of variables among the ranks. With
+    Lamb, Muon and user-defined optimizers a variable belongs to one rank as a whole, and gradients are all-reduced. On
+    one host SGD and Adam give bit for bit the weights of a DistributedOptimizer, unless XLA compiles the steps.
+    Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
 
     `optimizer.variables` has only the variables that are the same on all ranks: the counter and the learning rate.
     Files are those of the original optimizer, and load with any number of ranks. fit gathers the whole state on rank 0
-    at the end of each epoch. Elsewhere call `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves: a
-    rank that saves or copies without the state gets an error. Load a file on all ranks, or on rank 0 before a fit with
-    BroadcastGlobalVariablesCallback. Local; `apply` is collective.
+    at the end of each epoch. Elsewhere call `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A
+    rank without the whole state gets an error when it saves or copies the optimizer. Load a file on all ranks, or on
+    rank 0 before a fit with BroadcastGlobalVariablesCallback. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
         arguments: Further arguments, as for DistributedOptimizer.
 
     Raises:
-        ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on
+        ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on to others
             (LossScaleOptimizer, MultiOptimizer) or has no update_step, or uneven="join".
     """
     return DistributedOptimizer(optimizer, shard_state=True, **arguments)
@@ -208,8 +208,8 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
     """Return a DistributedOptimizer that averages neither gradients nor running statistics of the local layers.
 
-    If each rank is to start with its own weights in these layers, pass the weights also to
-    BroadcastGlobalVariablesCallback(local_variables=...).
+    If each rank is to start with its own weights in these layers, exclude these weights from the broadcast:
+    BroadcastGlobalVariablesCallback(0, local_variables=...).
 
     Args:
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.

@@ -145,8 +145,9 @@ class WholeState:
         if whole is None:
             raise InvalidRequestError(
                 "this rank cannot save or copy the sharded optimizer, since it does not have the whole state. First "
-                "call optimizer.consolidate_state() on all ranks, for rank 0, or consolidate_state(to=None) for all "
-                "ranks. A step makes another call necessary. fit calls it for rank 0 at the end of each epoch.")
+                "call optimizer.consolidate_state() on all ranks, which gathers the state on rank 0, or "
+                "consolidate_state(to=None), which gathers it on each rank. Call it again after each further step. "
+                "fit gathers the state on rank 0 at the end of each epoch.")
         return whole
 
     @property

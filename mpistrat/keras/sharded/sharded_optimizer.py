@@ -189,7 +189,7 @@ class Sharded:
         return variables if self._mpistrat.parts is None else self._mpistrat.parts.shards
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """Call the original class' finalize_variable_values, and gather the weights with use_ema. Collective."""
+        """As the original class. If `use_ema` is set, each rank then gathers the weights of all parts. Collective."""
         super().finalize_variable_values(var_list)  # type: ignore[misc]
         parts = self._mpistrat.parts
         if parts is not None and self.use_ema:  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Flags:
-    """The flags of one model, equal on all ranks: variables, and the values last assigned to them."""
+    """Two values of a model, equal on all ranks, which the compiled step reads from variables."""
 
     def __init__(self) -> None:
         # The number of rows of a full batch on each rank, and whether a callback reads the logs of each batch.

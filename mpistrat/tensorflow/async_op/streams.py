@@ -148,7 +148,7 @@ def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
     nbytes = device.checked_bytes
     scratch = device.scratch(nbytes)
     if scratch is None:
-        raise EngineError(f"the GPU has no memory left for a check that needs {nbytes} bytes")
+        raise EngineError(f"the check of streams needs {nbytes} bytes of GPU memory, which are not free")
 
     def race(work: int) -> Race:
         given, read = tf.ones([nbytes // 4]), tf.zeros([nbytes // 4])

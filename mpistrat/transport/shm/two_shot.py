@@ -366,9 +366,9 @@ class TwoShotData(DataPlane):
 
     def _lay_out(self, sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]],
                  packs_own: bool) -> list[Chunk]:
-        """The chunks of `per_chunk` elements for arrays of `sizes` elements, which use `slots` (see _Views) in turn.
+        """Divide arrays of `sizes` elements into chunks of `per_chunk` elements. Chunk k uses slots[k % len(slots)].
 
-        They depend only on the sizes, and are cached: this takes longer than the reduction of some chunks of 512 KiB.
+        The caller keeps the result: computing it takes longer than the reduction of a few chunks of 512 KiB.
 
         `packs_own`: Whether this rank also packs the slice that it reduces.
         """
