@@ -34,7 +34,7 @@ from ...core.errors import EngineError, InvalidRequestError, NotInitializedError
 from ...core.handle import Handle
 from ...core.request import on_gpu
 from ...core.tuning import SUBMIT_WAIT_S
-from ...gpu.arrays import GpuTensors
+from ...gpu.arrays import GpuTensors, RecordedStream
 from ..async_op.submission import CollectiveCallSite, MakeRequest, Observer, Submission
 from ..bridge.gpu_device import has_gpu
 from ..bridge.program_order import Execution, capture_in_order, current_execution, in_gradient, in_order, zero_on
@@ -89,21 +89,29 @@ class _Awaiting:
         # By the call site that has started the collective. An execution that ends in an error may leave entries.
         self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
 
-    def execute(self, call: ffi.Call) -> None:
+    def finish(self, stream: RecordedStream) -> tuple[list[GpuTensors], list[Exception]]:
+        """Wait for all started collectives, since XLA frees their memory when a call has failed or the last has ended.
+
+        Returns their tensors, which `stream` waits for, and their errors.
+        """
         started, self.started = self.started, {}
-        memory = GpuMemory(call, self.dtypes, self.dtypes)
-        given, moved = {array.address for array in memory.arguments}, False
         errors: list[Exception] = []
-        for site, (handle, tensors) in started.items():  # All collectives: XLA frees the memory when this call ends.
+        for site, (handle, tensors) in started.items():
             _await(site, handle)
             try:
                 handle.wait()
             except Exception as error:
                 errors.append(error)
-            tensors.follow(memory.stream)
-            moved |= any(array.nbytes and array.address not in given for array in tensors)
+            tensors.follow(stream)
+        return [tensors for _, tensors in started.values()], errors
+
+    def execute(self, call: ffi.Call) -> None:
+        memory = GpuMemory(call, self.dtypes, self.dtypes)
+        started, errors = self.finish(memory.stream)
         if errors:
             raise errors[0]
+        given = {array.address for array in memory.arguments}
+        moved = any(array.nbytes and array.address not in given for tensors in started for array in tensors)
         if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
             raise EngineError("XLA has moved the results of collectives in memory before they were complete. "
                               "Set MPISTRAT_DISABLE=xla and leave out jit_compile=True.")
@@ -212,7 +220,13 @@ class _CompiledCallSite(CollectiveCallSite):
     def execute(self, call: ffi.Call) -> None:
         """Submit the collective; write the results, or leave that to another thread."""
         if has_gpu():
-            self._execute_on_gpu(GpuMemory(call, self._given, self._returned))
+            memory = GpuMemory(call, self._given, self._returned)
+            try:
+                self._execute_on_gpu(memory)
+            except BaseException:
+                if self._awaiting is not None:
+                    self._awaiting.finish(memory.stream)
+                raise
             return
         its = self.host_submission(call.arguments(self._given)[1:])
         results = call.results(self._returned)
