@@ -270,7 +270,8 @@ def compiled(code: str) -> bytes:
         find_nvrtc()
         binary: bytes = compiler.compile_using_nvrtc(code, OPTIONS, cache_in_memory=True)[0]
     except (RuntimeError, OSError, compiler.CompileException) as error:
-        raise EngineError(f"a kernel cannot be compiled: {error}") from error
+        raise EngineError(f"a kernel cannot be compiled: {error}. GPUs of the Blackwell generation need NVRTC 12.8 or "
+                          "later.") from error
     return binary
 
 

@@ -332,6 +332,7 @@ class GpuExecutor(DeviceExecutor):
                 f"waiting for {self._settings.limit_s:g} s; another rank may have died, or not have begun")
             if not self._settings.uses("shadow") or self._is_proved(device, nccl):
                 self._completes_by_streams = self._streams_wait(device, nccl)
+            logger.info("rank %d: checks of the GPU path: %s", self._topology.job_rank, "; ".join(self.findings[1:]))
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL. If a rank gets wrong results, stop using NCCL. Return whether NCCL is used."""

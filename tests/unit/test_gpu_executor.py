@@ -110,7 +110,6 @@ class Job:
         return self
 
     def settle(self) -> None:
-        """Step until nothing happens for a while."""
         idle = 0
         while idle < 50:
             idle = 0 if self.engine.controller.run_cycle() else idle + 1
@@ -135,9 +134,7 @@ def test_completed_by_the_host_a_handle_is_done_when_the_gpu_is_and_not_before()
 def test_a_step_records_as_many_events_for_many_tensors_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = []
     for count in (1, 100):
-        job = Job()
-        job.submit("first", np.ones(1))  # connects
-        job.settle()
+        job = Job().connected()
         calls: list[Any] = []
         record = job.device.record
         monkeypatch.setattr(job.device, "record", lambda *streams, record=record, calls=calls: (
@@ -326,6 +323,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
     monkeypatch.setattr(gpu_executor, "check_waiting", Mock(side_effect=EngineError("too early")))
+    caplog.set_level("INFO")
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
@@ -334,6 +332,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     assert values_of(handle) == [[1, 1, 1]]
     warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning == "rank 0: the host waits for results of GPU collectives, since streams may not wait: too early"
+    assert "rank 0: checks of the GPU path: streams that wait: too early" in caplog.messages
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -687,9 +686,7 @@ def test_a_bucket_that_is_wrong_is_an_error_that_names_it(monkeypatch: pytest.Mo
     ("float16", [65504, 2, 3, 4], [np.inf, 2, 3, 4], False)])  # Other ranks' numbers may overflow with it.
 def test_results_that_are_not_finite_are_compared_too(
         dtype: str, given: list[float], found: list[float], is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, all_reduce = Job(disable="none"), Communicator.allReduce
-    job.submit("connect", np.ones(3))
-    job.settle()
+    job, all_reduce = Job(disable="none").connected(), Communicator.allReduce
 
     def write(self: Communicator, source: int, target: int, *of: int) -> None:
         all_reduce(self, source, target, *of)

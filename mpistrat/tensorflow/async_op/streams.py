@@ -123,6 +123,7 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
     try:
         with device.current():
             check_waiting(own, device, where)
+        logger.info("rank %d: checks of TensorFlow's stream on %s: proved", rank, where)
         return (Found(own, own),) * 2
     except Exception as error:
         logger.warning("rank %d: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for "
