@@ -3,7 +3,7 @@
     python -m tests.gpu [--into FILE] [must | may | NAME ...]
 
 must: those within five minutes that decide whether the path may be trusted. may: the others. All parts run one after
-the other without a pause; FILE gets all that they print, behind the card, its driver and the versions.
+the other without a pause; all that they print is added to FILE, behind the card, its driver and the versions.
 """
 
 import os
@@ -14,9 +14,8 @@ from .parts import PARTS, facts, look_at_machine, run_all, summary
 
 
 def main(names: list[str]) -> int:
-    """Run it."""
     if names[:1] == ["--into"]:
-        tee = subprocess.Popen(["tee", names[1]], stdin=subprocess.PIPE)
+        tee = subprocess.Popen(["tee", "-a", names[1]], stdin=subprocess.PIPE)
         assert tee.stdin is not None
         for ours in (1, 2):
             os.dup2(tee.stdin.fileno(), ours)

@@ -24,11 +24,7 @@ CALLS = {"waits": "synchronize", "allocations": "alloc", "frees": "free"}
 
 
 def counts_per_step(number: Mapping[str, int]) -> dict[str, float]:
-    """The calls per step, from the calls of all steps by name.
-
-    Raises:
-        ValueError: There are no calls, so they were not counted.
-    """
+    """The calls per step, from the calls of all steps by name; a ValueError if there are none."""
     if not number:
         raise ValueError("CUPTI has counted no calls of CUDA")
     return {kind: sum(count for name, count in number.items() if part in name.lower()) / STEPS
@@ -65,7 +61,6 @@ def steps_of(kind: str) -> None:
 
 
 def arrays() -> Callable[[], object]:
-    """A step that averages cupy arrays."""
     if "--stand-in" in sys.argv:
         from mpistrat.api import tensors as gpu_tensors
         from mpistrat.api.tensors import KINDS, Cupy

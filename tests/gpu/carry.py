@@ -5,7 +5,8 @@
 
 For a machine without a network that has Python, cupy for CUDA 13, mpi4py and numpy. It gets Open MPI, NCCL, pytest and
 TensorFlow. Their libraries have machine code for many GPUs. `prepare` keeps that of one, and compresses the rest, which
-is zeros then. The numbers are those of calls one after the other: each unpacks what it has, and tests what it can.
+is zeros then. The numbers are those of calls one after the other: each unpacks what it has, and tests what it can. What
+all of them print is in /tmp/mpistrat-gpu/found, too.
 """
 
 import argparse
@@ -34,12 +35,13 @@ TENSORFLOW = ["tensorflow==2.21.0", "keras", "absl-py", "astunparse", "flatbuffe
 # The names of CUDA 12 that TensorFlow opens. CUDA 13 has the same libraries with other numbers, or the same.
 CUDA_12 = ["libcublas.so.12", "libcublasLt.so.12", "libcufft.so.11", "libcusolver.so.11", "libcusparse.so.12",
            "libcudnn.so.9", "libcupti.so.12"]
-# The parts of tests.gpu for the first call, for the next ones, and for the last one.
-CALLS = [["two ranks", "NCCL on one rank", "copy kernel", "a killed rank", "torch"],
-         ["figures, one rank", "figures, two ranks", "calls per step"],
-         ["tests of arrays, two ranks", "copy kernel under compute-sanitizer"]]
-LAST_CALL = ["controls", "overlap", "compiled, one rank", "TensorFlow, one rank", "TensorFlow, two ranks",
-             "compiled, two ranks", "price, one rank", "calls per step, TensorFlow", "tests of TensorFlow, two ranks"]
+# The parts of tests.gpu once the first archive is there, once TensorFlow is, and for two calls that carry nothing: what
+# must be known comes first, and each call has room within ten minutes, the most that a machine may allow.
+CALLS = [["two ranks", "NCCL on one rank", "copy kernel", "a killed rank"],
+         ["controls", "overlap", "compiled, one rank", "TensorFlow, one rank"],
+         ["TensorFlow, two ranks", "compiled, two ranks", "price, one rank", "calls per step, TensorFlow"],
+         ["torch", "figures, one rank", "figures, two ranks", "calls per step", "tests of arrays, two ranks",
+          "tests of TensorFlow, two ranks", "copy kernel under compute-sanitizer"]]
 _FATBIN, _MACHINE_CODE, _KINDS = 0xBA55ED50, 2, (1, 2, 16, 64)
 
 
@@ -113,11 +115,19 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
             if tar.wait():
                 raise OSError("tar has failed")
         shutil.rmtree(site)
-    numbers = [*pieces(archives[0], folder, 1, limit)]
-    numbers += pieces(archives[1], folder, 1 + len(numbers), limit)
-    for number in numbers:
+    for number in cut(archives, folder, limit):
         size = sum(path.stat().st_size for path in (folder / str(number)).iterdir())
         print(f"{size / 1e6:5.1f} MB: python3 -m tests.gpu.carry run {folder} {number}")
+
+
+def cut(archives: list[Path], folder: Path, limit: int) -> range:
+    """Cut both archives into FOLDER/1 and so on, and write what each call runs; returns the numbers of the calls."""
+    first = pieces(archives[0], folder, 1, limit)[-1]
+    last = pieces(archives[1], folder, first + 1, limit)[-1]
+    for number, names in zip((first, last, last + 1, last + 2), CALLS, strict=True):
+        (folder / str(number)).mkdir(exist_ok=True)
+        (folder / str(number) / "runs").write_text("\n".join(names))
+    return range(1, last + 3)
 
 
 def install(wheel: Path, site: Path) -> None:
@@ -152,7 +162,7 @@ def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:
 def unpack(part: Path, here: Path) -> set[str]:
     """Take over the pieces of a part. Unpacks each archive whose pieces are all there; returns the names of these."""
     here.mkdir(parents=True, exist_ok=True)
-    for piece in part.iterdir():
+    for piece in part.glob("*-of-*"):
         shutil.copy(piece, here)
     done = set()
     for last in here.glob("*-of-*"):
@@ -190,13 +200,14 @@ def environment(here: Path) -> dict[str, str]:
 
 
 def run(folder: Path, number: int, here: Path = HERE) -> int:
-    """Unpack FOLDER/NUMBER, and run the parts of tests.gpu of this call; returns their exit code."""
-    done = unpack(folder / str(number), here)
-    names = LAST_CALL if "tensorflow.tar.xz" in done else CALLS[number - 1] if number <= len(CALLS) else []
-    print(f"unpacked: {', '.join(sorted(done)) or 'nothing yet'}; runs: {', '.join(names)}", flush=True)
+    """Unpack FOLDER/NUMBER, and run the parts of tests.gpu of this call, into HERE/found; returns their exit code."""
+    done, runs = unpack(folder / str(number), here), folder / str(number) / "runs"
+    names = runs.read_text().splitlines() if runs.exists() else []
+    print(f"unpacked: {', '.join(sorted(done)) or 'nothing'}; runs: {', '.join(names)}", flush=True)
     if not names:
         return 0
-    return subprocess.run([sys.executable, "-m", "tests.gpu", *names], env=environment(here), check=False).returncode
+    return subprocess.run([sys.executable, "-m", "tests.gpu", "--into", str(here / "found"), *names],
+                          env=environment(here), check=False).returncode
 
 
 if __name__ == "__main__":

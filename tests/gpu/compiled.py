@@ -31,7 +31,6 @@ _execute = custom_call._execute
 
 
 def counted(call: Any) -> Any:
-    """A call of the handler."""
     global calls
     calls += 1
     return _execute(call)
@@ -50,7 +49,6 @@ def in_steps(step: Callable[[tf.Tensor], Any], each: int, expected: Callable[[in
 
 
 def total(number: int) -> int:
-    """The sum of what the ranks give to a step."""
     return sum(number + rank for rank in range(mpistrat.size()))
 
 

@@ -16,8 +16,6 @@ _ENTER = 0  # CUPTI_API_ENTER
 
 
 class _Data(Structure):
-    """CUpti_CallbackData."""
-
     _fields_ = [("site", c_int), ("name", c_char_p), ("params", c_void_p), ("result", c_void_p), ("symbol", c_char_p),
                 ("context", c_void_p), ("context_number", c_uint32), ("correlation_data", POINTER(c_uint64)),
                 ("correlation", c_uint32)]

@@ -160,7 +160,6 @@ def staged(gpu: Any, elements: int, steps: int) -> str:
 
 
 def main() -> None:
-    """Measure, and print on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stand-in", action="store_true", help="without a GPU; the figures say nothing")
     arguments = parser.parse_args()

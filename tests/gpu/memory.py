@@ -49,7 +49,6 @@ def upload(device: Any, values: np.ndarray, shift: int = 0) -> GpuArray:
 
 
 def download(device: Any, array: GpuArray) -> np.ndarray:
-    """Return the values of an array on the GPU."""
     staged, stream = device.pinned(max(array.nbytes, 1)), device.stream()
     device.copy(staged.ctypes.data, array.address, array.nbytes, stream)
     await_on_host(device.record(stream), LIMIT_S)

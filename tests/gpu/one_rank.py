@@ -31,7 +31,6 @@ def connected(device: Any) -> NcclData:
 
 
 def finish(plane: NcclData) -> None:
-    """Wait for what was enqueued."""
     for event in plane.finish():
         await_on_host(event, LIMIT_S)
     plane.check()
@@ -43,7 +42,6 @@ def numbers(dtype: np.dtype, count: int) -> np.ndarray:
 
 
 def same(result: np.ndarray, expected: np.ndarray) -> None:
-    """Raise AssertionError if they differ."""
     np.testing.assert_array_equal(result.astype(np.complex128), expected.astype(np.complex128))
 
 
@@ -84,7 +82,6 @@ def check_compression(device: Any, plane: NcclData) -> None:
 
 
 def check_others(device: Any, plane: NcclData) -> None:
-    """Gather, broadcast, scatter and exchange."""
     values = numbers(np.dtype("float32"), 1000)
     source = upload(device, values)
 
@@ -134,7 +131,6 @@ def check_abort(device: Any, plane: NcclData) -> NcclData:
 
 
 def main() -> None:
-    """Run all of it."""
     device = open_device()
     with device.current():
         plane = connected(device)

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.overlap
 
-Behind each all-reduce of a bucket the GPU spins for so many milliseconds, on the stream of the collectives. A step is
-timed in two orders: TensorFlow's stream waits for all buckets of a list together, as the package does, and for each
+Behind each all-reduce the GPU spins for so many milliseconds for each 32 MiB, on the stream of the collectives. A step
+is timed in two orders: TensorFlow's stream waits for all buckets of a list together, as the package does, and for each
 one at once. With --stand-in it runs on the CPU with a small model, without spinning.
 """
 
@@ -13,10 +13,13 @@ from typing import Any
 import mpistrat.keras as hvd
 from mpistrat.gpu.gpu_executor import GpuExecutor
 from mpistrat.gpu.nccl_data import NcclStream
+from mpistrat.tensorflow.async_op import streams
 from mpistrat.tensorflow.graph import buckets
-from tests.gpu.price import IS_STAND_IN, training
+from tests.gpu import price
+from tests.gpu.counted import say_events
 
-TIMES_MS = (0.3,) if IS_STAND_IN else (0.3, 1.0, 5.0, 20.0)
+TIMES_MS = (0.3,) if price.IS_STAND_IN else (0.3, 1.0, 5.0, 20.0)
+price.WARM_UP, price.STEPS = 3, 10  # In 90 s XLA compiles three functions, and 18 measurements run.
 _KERNEL = """
 extern "C" __global__ void spin(long long nanoseconds) {
     unsigned long long begin, now;
@@ -24,45 +27,46 @@ extern "C" __global__ void spin(long long nanoseconds) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - begin < nanoseconds);
 }
 """
+spin_ms = 0.0  # The engine's thread reads it at each all-reduce.
 
 
-def spinning(milliseconds: float) -> Callable[..., None]:
+def spinning() -> Callable[..., None]:
     """NcclStream's method that reduces what is packed, with a kernel behind the reduction."""
-    before = NcclStream._run
-    if IS_STAND_IN:
-        return before
     import cupy
-    spin = cupy.RawKernel(_KERNEL, "spin")
+    before, spin = NcclStream.reduce_packed, cupy.RawKernel(_KERNEL, "spin")
 
-    def run(self: Any, pack: Callable, reduce: Callable, unpack: Callable) -> None:
-        def reduce_and_spin() -> None:
-            reduce()
-            with self._reductions:
-                spin((1,), (1,), (int(milliseconds * 1e6),))
+    def reduce_packed(self: Any, sources: Any, targets: Any, copies: Any, wire: Any, reduction: Any) -> None:
+        before(self, sources, targets, copies, wire, reduction)
+        with self._reductions:
+            spin((1,), (1,), (int(spin_ms * 1e6 * copies.total * wire.itemsize / 2**25),))
+        self._pending = self._device.record(self._reductions), self._pending[1]
 
-        before(self, pack, reduce_and_spin, unpack)
-
-    return run
+    return reduce_packed
 
 
 def main() -> None:
-    """Measure and print everything."""
+    global spin_ms
+    say_events(streams)
     hvd.init()
-    held_back, plain = GpuExecutor._due, NcclStream._run
-    without = {is_compiled: training(False, is_compiled) for is_compiled in (False, True)}
-    for milliseconds in TIMES_MS:
-        NcclStream._run = spinning(milliseconds)  # type: ignore[method-assign]
-        for is_compiled in (False, True):
+    held_back = GpuExecutor._due
+    if not price.IS_STAND_IN:
+        NcclStream.reduce_packed = spinning()  # type: ignore[method-assign]
+    for is_compiled in (False, True):
+        without = price.milliseconds(price.training_step(False, is_compiled))
+        steps = [price.training_step(True, is_compiled)] * 2
+        steps[0]()
+        if is_compiled:  # At once means one bucket behind the backward pass. The first call traces, and compiles.
+            steps[1], buckets.GPU_BUCKET_BYTES = price.training_step(True, True), 2**40
+            steps[1]()
+            buckets.GPU_BUCKET_BYTES = 2**25
+        for spin_ms in TIMES_MS:
             found = []
-            for at_once in (False, True):
-                # Compiled, at once means one bucket behind the backward pass.
-                GpuExecutor._due = (lambda self, list_, batch: [[batch]]) if at_once else held_back  # type: ignore[method-assign]
-                small, buckets.GPU_BUCKET_BYTES = buckets.GPU_BUCKET_BYTES, 2**40 if at_once and is_compiled else 2**25
-                found.append(training(True, is_compiled))
-                buckets.GPU_BUCKET_BYTES = small
-            print(f"{milliseconds:g} ms a bucket, {'compiled' if is_compiled else 'not compiled'}: {found[0]:.1f} ms "
-                  f"together, {found[1]:.1f} at once, {without[is_compiled]:.1f} without averaging", flush=True)
-    GpuExecutor._due, NcclStream._run = held_back, plain  # type: ignore[method-assign]
+            for step, due in zip(steps, (held_back, lambda self, list_, batch: [[batch]]), strict=True):
+                GpuExecutor._due = due  # type: ignore[method-assign, assignment]
+                found.append(price.milliseconds(step))
+            print(f"{spin_ms:g} ms for 32 MiB, {'compiled' if is_compiled else 'not compiled'}: {found[0]:.1f} ms "
+                  f"together, {found[1]:.1f} at once, {without:.1f} without averaging", flush=True)
+            GpuExecutor._due = held_back  # type: ignore[method-assign]
     hvd.shutdown()
 
 

@@ -83,12 +83,10 @@ class Outcome:
 
     @property
     def has_run(self) -> bool:
-        """Whether it was not skipped."""
         return not self.text.startswith("skipped")
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ran and did not pass."""
         return self.text.startswith("FAILED")
 
 
@@ -181,13 +179,13 @@ def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] 
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """A line for each part."""
     width = max(len(outcome.part.name) for outcome in outcomes)
     return "\n".join(f"{outcome.part.name:{width}}  {outcome.seconds:4.0f} s  {outcome.text}" for outcome in outcomes)
 
 
 def _run(part: Part, environ: Mapping[str, str]) -> Outcome:
-    surroundings = {**SURROUNDINGS, **environ}
+    log = {} if "pytest" in part.command else {"MPISTRAT_LOG_LEVEL": "info"}  # It has what is chosen.
+    surroundings = {**SURROUNDINGS, **log, **environ}
     began = time.monotonic()
     try:
         process = subprocess.Popen(part.command, cwd=ROOT, env=surroundings, start_new_session=True)

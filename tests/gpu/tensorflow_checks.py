@@ -25,33 +25,18 @@ import tensorflow as tf
 import mpistrat
 import mpistrat.tensorflow as hvd
 from mpistrat.api import runtime
-from mpistrat.gpu.proof import Race, RefutedError, UnprovenError, prove
+from mpistrat.gpu.proof import RefutedError, UnprovenError
 from mpistrat.tensorflow.async_op import call_site, kernel, streams
 from mpistrat.tensorflow.bridge import gpu_device
 from mpistrat.tensorflow.xla import ffi
+from tests.gpu.counted import say_events
 
 IS_STAND_IN = "--stand-in" in sys.argv
 DEVICE = "/device:CPU:0" if IS_STAND_IN else "/device:GPU:0"
 BUCKETS, BUCKET_MB = (3, 1) if IS_STAND_IN else (13, 32)  # as many as BERT-base has
 
 
-def counted(race: Callable[[int], Race]) -> None:
-    """As `prove`, and say whether what was raced with was over."""
-    found: list[Race] = []
-
-    def noted(work: int) -> Race:
-        found.append(race(work))
-        return found[-1]
-
-    try:
-        prove(noted)
-    finally:
-        over = sum(not each.runs for each in found)
-        seen.append((len(found), over))
-
-
-seen: list[tuple[int, int]] = []  # of each proof: how many races, and how many against work that was over
-streams.prove = counted
+say_events(streams)
 
 
 def start() -> None:
@@ -102,6 +87,7 @@ def each_way_to_tensorflows_stream() -> None:
         except Exception as error:
             print(f"    {name}: refuted, {type(error).__name__}: {' '.join(str(error).split())[:300]}")
     assert works, "no way works, so tensors are reduced through the host"
+    streams.stream_for(device, DEVICE)  # Chooses one, as the first collective does.
 
 
 def foreign_streams_are_refuted() -> None:
@@ -122,7 +108,7 @@ def foreign_streams_are_refuted() -> None:
 def tensorflows_stream_waits_for_the_engines() -> None:
     """What the host does not wait for: 50 times TensorFlow reads what a late copy of ours has written.
 
-    The first time is cold, as in a training.
+    The first time is cold.
     """
     if ffi.api() is None:
         return
@@ -153,7 +139,6 @@ def tensors_are_on_the_gpu() -> None:
 
 
 def a_sum_of_eager_tensors() -> None:
-    """Eager all-reduce, gather, broadcast."""
     rank, size = mpistrat.rank(), mpistrat.size()
     same(hvd.allreduce(tf.fill([5], float(rank)), op=hvd.Sum), np.full(5, sum(range(size))))
     same(hvd.allgather(tf.fill([rank + 1, 2], float(rank))), [[r, r] for r in range(size) for _ in range(r + 1)])
@@ -280,7 +265,6 @@ def fit_trains_the_same_weights_on_all_ranks() -> None:
 
 
 def fit_of_a_compiled_model_trains_the_same_weights_on_all_ranks() -> None:
-    """The same by XLA."""
     _fit(jit_compile=True)
 
 
@@ -332,7 +316,8 @@ def _device_in_a_graph() -> str | None:
 
 
 CONTROLS: list[Callable[[], None]] = [
-    foreign_streams_are_refuted, tensorflows_stream_waits_for_the_engines, each_way_to_tensorflows_stream]
+    # The first one is cold, as in a training, so nothing may come before it.
+    tensorflows_stream_waits_for_the_engines, foreign_streams_are_refuted, each_way_to_tensorflows_stream]
 CHECKS: list[Callable[[], None]] = [
     *CONTROLS, tensors_are_on_the_gpu, tensorflow_has_the_operation, tensors_are_handed_over_by_the_operation]
 COLLECTIVES: list[Callable[[], None]] = [
@@ -362,9 +347,6 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
         except Exception as error:
             traceback.print_exc()
             problem = f"FAILED on rank {rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        for races, over in seen:
-            print(f"    event.done at record: {over} of {races} times", flush=True)
-        seen.clear()
         problems = [text for text in _of_all_ranks(problem, size) if text]
         if rank == 0:
             print(f"== {name}: {'; '.join(problems) or 'passed'} ({time.monotonic() - began:.1f} s)", flush=True)
@@ -372,11 +354,20 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
             failed += 1
             mpistrat.shutdown()
             start()
-    if rank == 0:
-        findings = runtime.group_of("chosen", 0).engine.controller.executor.device.findings
-        print(f"chosen: {'; '.join(findings) or 'nothing, for no tensor was on the GPU'}", flush=True)
+    print(f"chosen on rank {rank}: {'; '.join(chosen()) or 'nothing, for no tensor was on the GPU'}", flush=True)
     mpistrat.shutdown()
     return failed
+
+
+def chosen() -> list[str]:
+    """What the engine has found, and the way to the stream of each of TensorFlow's GPUs."""
+    found = list(runtime.group_of("chosen", 0).engine.controller.executor.device.findings)
+    for where, (way, _) in streams._found.get(runtime.current(), {}).items():
+        text = "through the host" if way is None else "an event of the context, the host waits for results" \
+            if type(way.stream).__name__ == "ContextStream" else "its own, proved, " + (
+                "the host waits for results" if way.reader is None else "which waits for results (proved)")
+        found += [f"TensorFlow's stream on {where}: {text}"] if where.startswith("/device:") else []
+    return found
 
 
 def _of_all_ranks(problem: str, size: int) -> list[str]:

@@ -14,8 +14,11 @@ import numpy as np
 import mpistrat
 from mpistrat.api import tensors as gpu_tensors
 from mpistrat.api.tensors import KINDS, Cupy
+from tests.gpu.counted import say_events
 from tests.gpu.memory import DTYPES, can_test
 from tests.support.dtypes import dtype_of
+
+say_events()
 
 
 class Gpu:
@@ -46,8 +49,6 @@ class Gpu:
 
 
 class StandIn(Gpu):
-    """In place of a GPU."""
-
     def __init__(self) -> None:
         from tests.support import gpu_stand_in
         make: Any = gpu_stand_in.Device
@@ -56,7 +57,6 @@ class StandIn(Gpu):
         KINDS["tests"] = Cupy()
 
     def array(self, values: np.ndarray) -> Any:
-        """Copy to the stand-in."""
         return self.device.tensor(values)
 
     def values(self, array: Any) -> np.ndarray:

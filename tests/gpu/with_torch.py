@@ -21,7 +21,6 @@ def reduced(value: float) -> Any:
 
 
 def main() -> None:
-    """Check and print."""
     mpistrat.init()
     torch.cuda.set_device(mpistrat.local_rank() % torch.cuda.device_count())
     size = mpistrat.size()
