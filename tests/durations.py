@@ -23,8 +23,6 @@ _WRITE = ".venv/bin/python -m pytest --write-durations"
 
 @dataclass(frozen=True)
 class Durations:
-    """What the file says."""
-
     budget_s: float
     units: Mapping[str, tuple[float, float]]  # By unit: seconds of the first level, and of its nightly tests.
 
@@ -47,7 +45,6 @@ class Durations:
         return cls(budget, units)
 
     def written(self) -> str:
-        """The text of the file."""
         lines = (f"{first:7.1f} {nightly:7.1f} {unit}\n" for unit, (first, nightly) in sorted(self.units.items()))
         return _HEAD.format(budget=f"{self.budget_s:g}") + "".join(lines)
 
@@ -72,10 +69,7 @@ class Durations:
             "why."])
 
     def share(self, units: Iterable[str], words: str) -> set[str]:
-        """The units of share I of N, for words `I/N`: the longest unit first, each to the share that has least.
-
-        Raises pytest.UsageError: There is no such share.
-        """
+        """The units of share I of N, for words `I/N`: the longest unit first, each to the share that has least."""
         found = re.fullmatch(r"(\d+)/(\d+)", words)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise pytest.UsageError(f"--share {words}: there is no such share; write 1/3, 2/3 or 3/3 for three shares")

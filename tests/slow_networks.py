@@ -39,7 +39,6 @@ def measured(link: int, ways: list[str], steps: int, limit_s: float) -> dict[str
 
 
 def table(results: Results) -> str:
-    """The table of the page."""
     lines = ["| way | " + " | ".join(f"rows per second at {link} Mbit/s" for link in results) + " | loss |",
              "|---|" + "---|" * (len(results) + 1)]
     first = next(iter(results.values()))

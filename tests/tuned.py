@@ -17,10 +17,7 @@ PATH = Path(__file__).parents[1] / "mpistrat/core/tuning.py"
 
 
 def replace(assignments: Sequence[str]) -> ModuleType:
-    """Load mpistrat.core.tuning with other values, before any module takes a value from it.
-
-    Args:
-        assignments: Each NAME=VALUE; the value is an expression of numbers.
+    """Load mpistrat.core.tuning with other values, each NAME=VALUE, before any module takes a value from it.
 
     Raises:
         ValueError: There is no such constant.

@@ -40,11 +40,7 @@ class Marked(NamedTuple):
 
 
 def read_rows(text: str) -> list[Row]:
-    """The rows of rows.txt: a line each, in sections that begin with `# title`; before the first there is prose.
-
-    Raises:
-        ValueError: A line is malformed, or two rows have one name.
-    """
+    """The rows of rows.txt: a line each, in sections that begin with `# title`; before the first there is prose."""
     rows: list[Row] = []
     section = ""
     for line in text.splitlines():
@@ -81,7 +77,6 @@ def read_markers(file: str, source: str) -> list[Marked]:
 
 
 def marked_tests() -> list[Marked]:
-    """The marked tests of all files, in the order of their paths."""
     return [each for path in sorted((ROOT / "tests").rglob("*.py"))
             for each in read_markers(path.relative_to(ROOT).as_posix(), path.read_text())]
 
@@ -99,7 +94,6 @@ def problems(rows: Sequence[Row], tests: Sequence[Marked]) -> list[str]:
 
 
 def page(rows: Sequence[Row], tests: Sequence[Marked]) -> str:
-    """The Markdown of the page."""
     tests_of: dict[str, list[Marked]] = {}
     for test in tests:
         for name in test.rows:
@@ -131,7 +125,6 @@ def _tests(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
 
 
 def _is_marker(node: ast.expr) -> bool:
-    """Whether this is `pytest.mark.horovod(...)`."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.horovod"
 
 

@@ -44,7 +44,6 @@ def kill(rank: int, ranks: int, directory: Path, survive: bool = True) -> Finish
 
 
 def accuracy_of(job: Finished, workers: int) -> float:
-    """What the coordinator said last."""
     found = re.search(rf"^test accuracy (\d\.\d{{3}}), \d+\.\d s, {workers} workers$", job.output, re.MULTILINE)
     assert found is not None, job.output
     return float(found[1])

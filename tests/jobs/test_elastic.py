@@ -21,7 +21,6 @@ EPOCHS = 2
 
 def elastic(*options: str, script: Sequence[str] = (), way: str = "--elastic",
             watch: Callable[[str], None] | None = None, env: Mapping[str, str] | None = None) -> Finished:
-    """Run the script in an elastic job of this host."""
     return run_limited([sys.executable, "-m", "mpistrat", "run", way, *options, sys.executable, SCRIPT, *script],
                        limit_s=90, watch=watch, env=env)
 

@@ -3,29 +3,18 @@
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mpistrat.elastic.agent import HOST_LOST_AFTER_S
 
-from ..support.hosts_in_namespaces import Hosts, two_hosts
+from ..support.hosts_in_namespaces import Hosts
 from ..support.jobs import Finished, wait_until
 from .test_elastic import SCRIPT, assert_whole
-from .test_two_hosts import require_namespaces
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Two hosts."""
-    require_namespaces()
-    with two_hosts() as made:
-        yield made
 
 
 def elastic(hosts: Hosts, *script: str, options: tuple[str, ...] = ()) -> Finished:
-    """Run the script with two ranks on each host."""
     first, second = hosts.names
     return hosts.run_line([sys.executable, "-m", "mpistrat", "run", "--elastic", *options, "-np", "4", "-H",
                            f"{first}:2,{second}:2", "--", sys.executable, SCRIPT, *script])

@@ -33,7 +33,6 @@ def run(ranks: int, script: str, *arguments: str, env: Mapping[str, str] | None 
 
 
 def said(job: Finished, rank: int) -> str:
-    """All that `rank` said."""
     return "\n".join(job.of_rank(rank))
 
 

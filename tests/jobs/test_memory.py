@@ -14,7 +14,6 @@ MANY = ["python", "tests/scripts/many_allreduces.py"]
 
 
 def segments() -> set[str]:
-    """The files in shared memory that are ours."""
     return {name for name in os.listdir("/dev/shm") if "mpistrat" in name}
 
 

@@ -39,7 +39,6 @@ SESSIONS += [(3, part, [f"tests/parallel/test_{name}.py" for name in names] + NE
 
 
 def repeats(files: list[str]) -> list[str]:
-    """The files that have nightly tests."""
     return [file for file in files if re.search(r"mark\.nightly|\bsample\(|@either_way", (ROOT / file).read_text())]
 
 

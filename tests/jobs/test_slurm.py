@@ -55,7 +55,6 @@ class Slurm:
         return {"PATH": PATH, "SLURM_CONF": str(self.directory / "slurm.conf")}
 
     def command(self, *line: str) -> str:
-        """Run one of Slurm's commands and return what it prints."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
                               check=False).stdout.strip()

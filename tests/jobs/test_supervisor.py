@@ -53,18 +53,15 @@ class Run:
             env=job_environment(self.job, {}), stdin=subprocess.DEVNULL, stdout=self._output, stderr=stderr)
 
     def end(self) -> None:
-        """Kill what is left of it."""
         self.process.kill()
         self.process.wait()
         kill_processes_of(self.job)
 
     @property
     def output(self) -> str:
-        """What all of it has printed so far."""
         return os.pread(self._output.fileno(), 2**20, 0).decode()
 
     def await_text(self, text: str) -> None:
-        """Wait until it is printed."""
         wait_until(lambda: text in self.output or self.process.poll() is not None, SOON_S)
         assert text in self.output
 

@@ -3,7 +3,6 @@
 import json
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,24 +12,9 @@ from mpistrat.core.settings import Settings
 from mpistrat.trace.analysis import analyse, last_submissions
 from mpistrat.trace.timeline import records_in
 
-from ..support.hosts_in_namespaces import Ended, Hosts, Link, can_make_links, several_hosts, two_hosts, why_not
+from ..support.hosts_in_namespaces import Ended, Hosts, Link, several_hosts, two_hosts
 from ..support.jobs import JOB_VARIABLE, find_mpirun
 from ..support.levels import sample
-
-
-def require_namespaces() -> None:
-    """Skip the test, with the reason, where hosts cannot be made."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    """Two hosts."""
-    require_namespaces()
-    with two_hosts() as made:
-        yield made
 
 
 @pytest.mark.nightly
@@ -103,7 +87,6 @@ def test_an_allreduce_of_two_hosts_sends_every_byte_once_in_each_direction(hosts
 @pytest.mark.parametrize("ranks_per_host", [
     [1, 1, 1], *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in ([2, 2, 2], [1, 1, 1, 1], [2, 1, 2, 1]))])
 def test_an_allreduce_of_more_hosts_sends_every_byte_twice_but_for_the_own_part(ranks_per_host: list[int]) -> None:
-    require_namespaces()
     size, times = 2**23, 4
     with several_hosts(len(ranks_per_host)) as made:
         before = made.wire_bytes()
@@ -237,9 +220,6 @@ def test_a_link_that_is_down_for_some_seconds_is_survived(hosts: Hosts, tmp_path
 @pytest.mark.parametrize("link", [Link(delay_s=0.03), Link(loss=0.01), Link(bits_per_s=1e8)],
                          ids=["30 ms", "1 % lost", "100 Mbit/s"])
 def test_collectives_are_right_over_a_poor_link(link: Link, tmp_path: Path) -> None:
-    require_namespaces()
-    if not can_make_links():
-        pytest.skip("a poor link needs TAP devices (/dev/net/tun)")
     with two_hosts(link) as made:
         before = made.wire_bytes()
         job = made.run([2, 2], ["python", "tests/scripts/over_a_link.py", "allreduce,broadcast,allgather", "100000",
@@ -298,9 +278,6 @@ def test_mpistrat_run_passes_settings_and_the_path_on(hosts: Hosts) -> None:
 
 @pytest.mark.nightly
 def test_doctor_measures_the_link_between_hosts_and_says_that_it_is_slow() -> None:
-    require_namespaces()
-    if not can_make_links():
-        pytest.skip("no /dev/net/tun")
     with two_hosts(Link(delay_s=0.005, bits_per_s=4e7)) as made:
         slots = ",".join(f"{name}:1" for name in made.names)
         job = made.run_line([sys.executable, "-m", "mpistrat", "doctor", "-H", slots, "--json"])
@@ -345,7 +322,6 @@ def test_a_coordinator_trains_with_workers_and_a_parameter_server_of_another_hos
 @pytest.mark.nightly
 def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_path: Path) -> None:
     """mpirun waits for the other host for ever, although all ranks have ended."""
-    require_namespaces()
     with two_hosts() as made:
         first, second = made.names
         job = made.run_line([sys.executable, "-m", "mpistrat", "run", "-np", "4", "-H", f"{first}:2,{second}:2", "--",
@@ -358,7 +334,6 @@ def test_mpistrat_run_ends_a_job_whose_hosts_are_cut_off_from_each_other(tmp_pat
 
 @pytest.mark.nightly
 def test_nothing_is_left_of_hosts() -> None:
-    require_namespaces()
     sleep = ["sleep", str(600 + uuid.uuid4().int % 10**6 / 10**6)]
 
     def sleeping() -> bool:

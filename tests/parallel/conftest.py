@@ -55,14 +55,12 @@ def _same_tests(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def rank() -> int:
-    """This rank."""
     import mpistrat
     return mpistrat.rank()
 
 
 @pytest.fixture
 def size() -> int:
-    """How many ranks there are."""
     import mpistrat
     return mpistrat.size()
 
@@ -83,6 +81,13 @@ def strategy() -> "MPIStrategy":
     """One with the default arguments."""
     from mpistrat.tensorflow import MPIStrategy
     return MPIStrategy()
+
+
+@pytest.fixture
+def initialised_afterwards() -> Iterator[None]:
+    yield
+    import mpistrat
+    mpistrat.init()
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import tensorflow as tf
 from mpistrat.api import runtime
 from mpistrat.tensorflow import MPIStrategy
 
-from ..programs.features.common import assert_close
+from ..programs.features.common import assert_close, in_replica
 from ..programs.features.common import points as global_data
 from .helpers import assert_equal_on_all_ranks, eagerly
 
 __all__ = ["MEAN", "SUM", "assert_close", "assert_equal_on_all_ranks", "collectives_counted", "eagerly", "global_data",
-           "in_graph", "per_rank"]
+           "in_graph", "in_replica", "per_rank"]
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 

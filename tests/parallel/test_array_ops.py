@@ -34,13 +34,11 @@ def of_rank(rank: int, dtype: np.dtype) -> np.ndarray:
 
 
 def all_equal(value: Any) -> bool:
-    """Whether `value` is the same on all ranks."""
     everybody = mpistrat.allgather_object(value, name="all_equal")
     return all(other == everybody[0] for other in everybody)
 
 
 def digest(arrays: Sequence[np.ndarray]) -> str:
-    """The bits of the arrays, in short."""
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
@@ -206,8 +204,8 @@ def test_zero_size_arrays(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("view", [
     lambda a: a[::2], lambda a: a[::-1], lambda a: a.T, lambda a: a[:, 1], lambda a: a[1:3, 1:3],
-    lambda a: np.asfortranarray(a), lambda a: np.broadcast_to(a[0], (5, 4))],
-    ids=["strided", "reversed", "transposed", "column", "inner", "fortran", "repeated"])
+    lambda a: np.asfortranarray(a), lambda a: np.broadcast_to(a[0], (5, 4)), lambda a: a.setflags(write=False) or a],
+    ids=["strided", "reversed", "transposed", "column", "inner", "fortran", "repeated", "read-only"])
 def test_arrays_in_any_memory_order(view: Callable, rank: int, size: int) -> None:
     array = view(np.arange(24.0).reshape(6, 4) + rank)
     expected = sum(view(np.arange(24.0).reshape(6, 4) + r) for r in range(size))
@@ -234,12 +232,6 @@ def test_the_byte_order_of_a_rank_does_not_matter(rank: int, size: int) -> None:
 def test_lists_and_tuples(rank: int, size: int) -> None:
     assert mpistrat.allreduce([[1, 2], (3, 4)], op=mpistrat.Sum).tolist() == [[size, 2 * size], [3 * size, 4 * size]]
     assert mpistrat.allgather([rank]).tolist() == list(range(size))
-
-
-def test_read_only_arrays(size: int) -> None:
-    array = np.ones(3)
-    array.flags.writeable = False
-    assert mpistrat.allreduce(array, op=mpistrat.Sum).tolist() == [size] * 3
 
 
 # -- groups and large arrays -------------------------------------------------------------------------------------------
@@ -313,8 +305,8 @@ def test_broadcast_keeps_every_bit(rank: int) -> None:
 
 def test_broadcast_object_from_every_root(rank: int, size: int) -> None:
     for root in range(size):
-        received = mpistrat.broadcast_object({"rank": rank, "list": [1, "two", None]} if rank == root else None, root)
-        assert received == {"rank": root, "list": [1, "two", None]}
+        own = {"rank": rank, "list": [1, "two", None]} if rank == root else threading.Lock()  # which nobody can pickle
+        assert mpistrat.broadcast_object(own, root) == {"rank": root, "list": [1, "two", None]}
 
 
 @pytest.mark.parametrize("differs", [False, True])
@@ -343,11 +335,6 @@ def test_functions_of_the_script_travel(rank: int) -> None:
     addend = 40 + rank
     received = mpistrat.broadcast_object((lambda x: x + addend) if rank == 0 else None)
     assert received(2) == 42
-
-
-def test_an_object_of_another_rank_is_not_looked_at(rank: int) -> None:
-    unpicklable = threading.Lock()
-    assert mpistrat.broadcast_object("fine" if rank == 0 else unpicklable) == "fine"
 
 
 @pytest.mark.horovod("barrier")
@@ -426,18 +413,12 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str, str, str]] = {
     "barrier": (
         lambda: mpistrat.barrier(name="odd"), lambda: mpistrat.broadcast(ONE, 0, name="odd"),
         "kind of collective", "barrier", "broadcast"),
-    "group length": (
-        lambda: mpistrat.grouped_allreduce([ONE] * 3, name="odd"),
-        lambda: mpistrat.grouped_allreduce([ONE] * 2, name="odd"), "number of tensors", "3", "2"),
     "empty group": (
         lambda: mpistrat.grouped_allreduce([], name="odd"), lambda: mpistrat.grouped_allreduce([ONE], name="odd"),
         "number of tensors", "0", "1"),
     "dtype in a group": (
         lambda: mpistrat.grouped_allreduce([ONE, np.ones(2, np.int8)], name="odd"),
         lambda: mpistrat.grouped_allreduce([ONE, ONE], name="odd"), "dtype of tensor 1", "int8", "float32"),
-    "shape in a group": (
-        lambda: mpistrat.grouped_allreduce([ONE, ONE, np.ones(3)], name="odd"),
-        lambda: mpistrat.grouped_allreduce([ONE, ONE, np.ones(4)], name="odd"), "shape of tensor 2", "(3,)", "(4,)"),
     "rows of an allgather": (
         lambda: mpistrat.allgather(np.ones((2, 3)), name="odd"),
         lambda: mpistrat.allgather(np.ones((5, 2)), name="odd"), "shape", "(any, 3)", "(any, 2)"),

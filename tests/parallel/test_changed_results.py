@@ -49,7 +49,6 @@ class Turns:
         comm.Barrier()
 
     def part(self) -> int:
-        """The number of a new part."""
         return next(self._parts)
 
     def wait(self, part: int) -> None:
@@ -63,7 +62,6 @@ class Turns:
             self._ended[number] -= 1
 
     def over(self, part: int) -> None:
-        """This rank has ended the part."""
         if self.rank < self.size - 1:
             self._socket.sendto(str(part).encode(), f"{self._name}-{self.rank + 1}")
 
@@ -85,7 +83,6 @@ class Turns:
         return tf.numpy_function(called, [], tf.int64, stateful=True)
 
     def close(self) -> None:
-        """No part begins any more."""
         self._socket.close()
 
 
@@ -97,7 +94,6 @@ def turns() -> Iterator[Turns]:
 
 
 def brought(rank: int, step: int, columns: int, rows: int = ROWS) -> np.ndarray:
-    """What a rank brings: integers, of which sums are exact."""
     start = np.arange(rows, dtype=np.float32)[:, np.newaxis] + np.arange(columns, dtype=np.float32) % 7
     return start + 100 * rank + step
 

@@ -61,8 +61,6 @@ DOORS = [horovods, strategys]
 
 
 class Poke(keras.callbacks.Callback):
-    """Multiplies a variable after a batch."""
-
     def __init__(self, name: str, factor: float = 1.5, batch: int = 7):
         super().__init__()
         self.name, self.factor, self.batch = name, factor, batch

@@ -7,7 +7,6 @@ from mpistrat.api.elastic import ElasticSampler, ObjectState
 
 
 def dealt_out(sampler: ElasticSampler) -> list[list[int]]:
-    """The rows of each rank."""
     return mpistrat.allgather_object(list(sampler))
 
 

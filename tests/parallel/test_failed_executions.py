@@ -20,7 +20,6 @@ def total(value: Any, name: str) -> Any:
 
 
 def late(x: Any) -> Any:
-    """Zero, after a while."""
     return 0.0 * tf.while_loop(lambda i, h: i < 100, lambda i, h: (i + 1, tf.tanh(h @ h)),
                                (tf.constant(0), tf.fill([300, 300], x)))[1][0, 0]
 

@@ -57,8 +57,6 @@ class Keep(keras.callbacks.Callback):
 
 
 class Stop(keras.callbacks.Callback):
-    """Stops after an epoch, or after a batch of it."""
-
     def __init__(self, epoch: int, batch: int | None = None):
         super().__init__()
         self.epoch, self.batch, self.now = epoch, batch, 0
@@ -74,7 +72,6 @@ class Stop(keras.callbacks.Callback):
 
 
 def counting(batches: list[int]) -> Any:
-    """A callback of the user that notes the batches."""
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
 
 
@@ -268,8 +265,6 @@ def test_a_rate_that_is_broadcast_after_it_was_set_on_one_rank_is_right(rank: in
 
 
 class Change(keras.callbacks.Callback):
-    """Multiplies a weight of the model after the second batch."""
-
     def __init__(self, name: str, factor: float):
         super().__init__()
         self.name, self.factor = name, factor
@@ -413,7 +408,7 @@ def test_another_strategy_around_a_distributed_optimizer_or_tape_is_named_once(
 
             for _ in range(2):
                 strategy.run(step)
-    texts = [r.getMessage() for r in caplog.records if "within a tf.distribute." in r.getMessage()]
+    texts = [r.getMessage() for r in caplog.records if "which does not know of other ranks" in r.getMessage()]
     assert len(texts) == (rank == 0), texts
     assert all(f"tf.distribute.{type(strategy).__name__}" in text
                and "strategy = mpistrat.tensorflow.MPIStrategy()" in text for text in texts)
@@ -530,7 +525,6 @@ def test_statistics_are_averaged_with_loss_scaling_too(rank: int) -> None:
 
 
 def keeping(means: list[bytes], model: Any) -> Any:
-    """Keeps the running mean after each batch."""
     return keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: means.append(running_mean(model).tobytes()))
 
@@ -598,8 +592,6 @@ def test_callbacks_may_be_given_in_any_form_and_by_position(form: Any, rank: int
 
 
 class NormAndDense(keras.Model):
-    """Two layers, and the gradients of a loss of their own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(1)
@@ -615,16 +607,9 @@ class NormAndDense(keras.Model):
 
 
 def test_a_step_of_the_users_own_and_an_eager_one(rank: int) -> None:
-    class Own(NormAndDense):
-        def train_step(self, data: Any) -> dict:
-            loss, tape = self.loss_and_tape(data)
-            weights = self.trainable_weights
-            self.optimizer.apply(tape.gradient(loss, [w.value for w in weights]), weights)
-            return {"own_loss": loss}
-
     for run_eagerly in (False, True):
         keras.utils.set_random_seed(rank)
-        model = Own()
+        model = OwnStep("none")
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=run_eagerly, jit_compile=False)
         fit(model, rank, [BroadcastCallback(0), keras.callbacks.EarlyStopping("own_loss", mode="min")], epochs=2)
         assert len(set(everywhere(b"".join(weight.tobytes() for weight in model.get_weights())))) == 1
@@ -702,8 +687,6 @@ def test_uneven_steps_with_two_optimizers(rank: int, size: int) -> None:
 
 
 class OwnStep(NormAndDense):
-    """Averages the gradients in one of several ways."""
-
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way

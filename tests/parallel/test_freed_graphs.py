@@ -54,7 +54,6 @@ def left(references: list[Any]) -> int:
 
 
 def callbacks() -> int:
-    """How many there are of all graphs."""
     gc.collect()
     return sum(map(len, python_op._called.values()))
 

@@ -35,8 +35,6 @@ COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
 
 
 class StandIn:
-    """Arrays of the stand-in."""
-
     STEPS = 200
 
     def __init__(self, rank: int):
@@ -72,8 +70,6 @@ class StandIn:
 
 
 class Cupy:
-    """Arrays of cupy."""
-
     STEPS = 1000
 
     def __init__(self) -> None:
@@ -146,7 +142,6 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def reduced(library: Any) -> Callable[..., np.ndarray]:
-    """The values of what an all-reduce of values gives."""
     def reduce(values: np.ndarray, **arguments: Any) -> np.ndarray:
         result = mpistrat.allreduce(library.array(values), **arguments)
         assert library.is_own(result)
@@ -368,29 +363,34 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
 
 
 @pytest.fixture
-def overlapping(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Begins a job with MPISTRAT_GPU_OPERATIONS as given, which ends with the test.
+def begun(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], StandIn]]:
+    """Begins a job on a stand-in with MPISTRAT_GPU_OPERATIONS as given, which ends with the test."""
+    found = StandIn(rank)
 
-    Returns stand-ins, two sets that overlap, and a list whose last element is the set that connects.
-    """
-    if size < 3:
-        pytest.skip("sets of two ranks overlap among three")
-    found, world, connecting = StandIn(rank), MPI.COMM_WORLD, list[Any]()
-
-    def begin(operations: str) -> tuple[StandIn, list[Any], list[Any]]:
+    def begin(operations: str) -> StandIn:
         monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", operations)
         monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
         monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
-        monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
-            world.group.Incl(connecting[-1].ranks)))
         mpistrat.shutdown()
         mpistrat.init()
-        return found, [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])], connecting
+        return found
 
     yield begin
     mpistrat.shutdown()
     monkeypatch.undo()
     mpistrat.init()
+
+
+@pytest.fixture
+def overlapping(size: int, begun: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """As `begun`; adds two sets that overlap, and a list whose last element is the set that connects."""
+    if size < 3:
+        pytest.skip("sets of two ranks overlap among three")
+    world, connecting = MPI.COMM_WORLD, list[Any]()
+    monkeypatch.setattr(gpu_stand_in.Communicator, "meet", lambda self, unique_id: world.Create_group(
+        world.group.Incl(connecting[-1].ranks)))
+    return lambda operations: (begun(operations), [mpistrat.add_process_set(ranks) for ranks in ([0, 1], [1, 2])],
+                               connecting)
 
 
 def test_of_sets_that_overlap_one_uses_nccl_and_all_have_the_right_sums(rank: int, overlapping: Callable) -> None:
@@ -459,38 +459,29 @@ def test_random_programs_of_sets_that_overlap(operations: str, rank: int, overla
 
 
 def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
-        rank: int, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        rank: int, size: int, begun: Callable, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
     def fail(device: Any, buffer: Any) -> None:
         raise EngineError("the check of streams needs 96 bytes of GPU memory, which are not free")
 
-    found = StandIn(rank)
-    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "nccl")
-    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
-    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
     if rank == 0:
         monkeypatch.setattr(gpu_executor, "check_waiting", fail)
-    mpistrat.shutdown()
-    mpistrat.init()
+    found = begun("nccl")
     with caplog.at_level(logging.WARNING):
         for step in range(10):
             result = mpistrat.allreduce(found.array(np.full(5, rank + step, np.float32)), op=mpistrat.Sum)
             assert (found.values(result) == size * step + size * (size - 1) // 2).all()
     assert runtime.group_of("", 0).engine.controller.executor.device._completes_by_streams == (rank != 0)
-    mpistrat.shutdown()
-    monkeypatch.undo()
-    mpistrat.init()
     assert caplog.messages == [f"rank {rank}: the host waits for results of GPU collectives, since streams may "
                                "not wait: the check of streams needs 96 bytes of GPU memory, which are not free"
                                ] * (rank == 0)
 
 
 @pytest.mark.parametrize("begins", ["at once", "later"])
-def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank: int, size: int,
+def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank: int, size: int, begun: Callable,
                                                               monkeypatch: pytest.MonkeyPatch,
                                                               caplog: pytest.LogCaptureFixture) -> None:
-    found, copy = StandIn(rank), gpu_stand_in.Device.batched_copy
-    monkeypatch.setattr(tensors, "make_device", lambda number: found.device)
-    monkeypatch.setitem(tensors.KINDS, "tests", tensors.Cupy())
+    found, copy = begun("auto"), gpu_stand_in.Device.batched_copy
 
     def garble(self: Any, table: np.ndarray, blocks: int, job: CopyJob, stream: Any, *lost: int) -> None:
         copy(self, table, blocks, job, stream, *lost)
@@ -506,23 +497,15 @@ def test_a_rank_whose_gpu_gives_wrong_numbers_is_found_by_all(begins: str, rank:
         return [found.values(each).tolist() for each in mpistrat.grouped_allreduce(arrays, op=mpistrat.Sum, name="sum")]
 
     right = [[size * (size + 1) / 2] * count for count in (300, 7)]
-    monkeypatch.setenv("MPISTRAT_GPU_OPERATIONS", "auto")
-    mpistrat.shutdown()
-    mpistrat.init()
-    try:
-        if begins == "at once":
-            garbled()
-            with caplog.at_level(logging.WARNING):
-                assert [reduced() for _ in range(3)] == [right] * 3  # Through host memory.
-            messages = [text for text in caplog.messages if "NCCL gives wrong numbers" in text]
-            assert len(messages) == (rank == 0)
-            assert all(re.search(rf"numbers: .*rank {size - 1}: sum of float32", text) for text in messages)
-        else:
-            assert reduced() == right
-            garbled()
-            with pytest.raises(EngineError, match=rf"on the CPU: .*rank {size - 1}: sum, element 0: "):
-                reduced()
-    finally:
-        mpistrat.shutdown()
-        monkeypatch.undo()
-        mpistrat.init()
+    if begins == "at once":
+        garbled()
+        with caplog.at_level(logging.WARNING):
+            assert [reduced() for _ in range(3)] == [right] * 3  # Through host memory.
+        messages = [text for text in caplog.messages if "NCCL gives wrong numbers" in text]
+        assert len(messages) == (rank == 0)
+        assert all(re.search(rf"numbers: .*rank {size - 1}: sum of float32", text) for text in messages)
+    else:
+        assert reduced() == right
+        garbled()
+        with pytest.raises(EngineError, match=rf"on the CPU: .*rank {size - 1}: sum, element 0: "):
+            reduced()

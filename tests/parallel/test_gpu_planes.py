@@ -26,8 +26,6 @@ COMPLEX = [np.dtype("complex64"), np.dtype("complex128")]
 
 
 class Job:
-    """A plane among all ranks."""
-
     def __init__(self, name: str, rank: int, size: int):
         self.device = Device(seed=rank)
         self.host = over_mpi()
@@ -44,7 +42,6 @@ class Job:
         return self.device.seen(self.device.tensor(values))
 
     def result(self, target: GpuArray) -> np.ndarray:
-        """The values once all is done."""
         events = self.plane.finish()
         while not all(event.done for event in events):
             pass
@@ -57,7 +54,6 @@ class Job:
 
 @pytest.fixture(params=["nccl", "staged"])
 def job(request: pytest.FixtureRequest, rank: int, size: int) -> Iterator[Job]:
-    """A plane of each kind."""
     made = Job(request.param, rank, size)
     yield made
     made.plane.close()
@@ -66,7 +62,6 @@ def job(request: pytest.FixtureRequest, rank: int, size: int) -> Iterator[Job]:
 
 def scattered(job: Job, values: np.ndarray, counts: list[int], rank: int, op: ReduceOp = ReduceOp.SUM,
               prescale: float = 1.0, scale: Scale = IDENTITY) -> np.ndarray:
-    """This rank's part of a reduction."""
     source, target = job.array(values), job.array(np.zeros(counts[rank], values.dtype))
     job.ready()
     assert job.plane.why_not_scatter(source, Reduction(op, prescale)) == ""
@@ -114,7 +109,6 @@ def test_every_rank_sends_each_other_one_its_own_number_of_elements(dtype: np.dt
 
 @pytest.fixture
 def exchange(size: int) -> Iterator[Any]:
-    """Among all ranks."""
     host = over_mpi()
     yield exchange_over(host, size)
     host.close()

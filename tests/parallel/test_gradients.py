@@ -33,7 +33,6 @@ class Case(NamedTuple):
 
 
 def equal(*shapes: tuple[int, ...]) -> Callable[[int, int], Shapes]:
-    """The same shapes on all ranks."""
     return lambda place, n: list(shapes)
 
 
@@ -47,7 +46,6 @@ def root_of(process_set: hvd.ProcessSet) -> int:
 
 
 def splits_of(place: int, n: int) -> list[int]:
-    """How many rows a rank sends to each; some send none."""
     return [(place + 2 * other) % 3 for other in range(n)]
 
 
@@ -83,7 +81,6 @@ CASES = {
 
 @pytest.fixture(params=["all ranks", pytest.param("a process set", marks=pytest.mark.nightly)])
 def process_set(request: pytest.FixtureRequest, size: int) -> Iterator[hvd.ProcessSet]:
-    """All ranks, or all but the first."""
     if request.param == "all ranks":
         yield hvd.global_process_set
         return

@@ -26,13 +26,7 @@ LIMIT_S = 30.0  # only a failing test waits for so long
 
 
 class Host:
-    """The ranks of this process.
-
-    Args:
-        sizes: How many ranks each host has.
-        host: Which host this is.
-        has_piggyback: Whether data may go with the votes.
-    """
+    """The ranks of this process, on host number `host` of those with `sizes` ranks. Data may go with the votes."""
 
     def __init__(self, sizes: Sequence[int], host: int, has_piggyback: bool):
         self.size, self.sizes = sum(sizes), sizes
@@ -83,7 +77,6 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one rank each", "up to three ranks"])
 def loaded(request: pytest.FixtureRequest) -> Iterator[Host]:
-    """A host that sends data with its votes."""
     yield from made_host(request.param, has_piggyback=True)
 
 
@@ -173,10 +166,7 @@ def vote_for(host: Host, arrays: Sequence[np.ndarray], op: ReduceOp = ReduceOp.S
              ) -> tuple[list[Outcome], list[np.ndarray]]:
     """Let the ranks of this host vote with one array each that travels with the vote. Returns what each of them gets.
 
-    Args:
-        unready: A rank that brings nothing.
-        number: What they vote for.
-        whole: They bring one array each; otherwise two, of which the result is one: what is packed is a stream.
+    `unready` brings nothing. Without `whole` the array is in two pieces, since what is packed is a stream.
     """
     targets, loads = [np.empty_like(array) for array in arrays], {}
     for i, (agreement, piggyback) in enumerate(zip(host.agreements, host.piggybacks, strict=True)):

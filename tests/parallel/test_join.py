@@ -16,7 +16,7 @@ from mpistrat.api import runtime
 from mpistrat.negotiation.subtree import JOIN
 
 from ..support.levels import sample
-from .helpers import everywhere
+from .helpers import assert_close, everywhere
 
 
 def active_in(step: int, size: int) -> list[int]:
@@ -268,8 +268,7 @@ def test_uneven_steps_are_averages_over_the_ranks_that_make_them(rank: int, size
     together = [[batches_of(r)[step] for r in active_in(step, size)] for step in range(size)]
     alone = trained(keras.optimizers.SGD(0.05, momentum=0.5),
                     [(np.concatenate([x for x, _ in step]), np.concatenate([y for _, y in step])) for step in together])
-    for mine, theirs in zip(own, alone):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+    assert_close(own, alone, 1e-6, rtol=2e-5)
 
 
 def test_the_ranks_must_agree_on_uneven(rank: int, size: int) -> None:

@@ -52,10 +52,11 @@ def after(optimizer: Any, steps: Sequence[Sequence[np.ndarray]], way: Callable =
     return [v.numpy() for v in [*variables, *(state() if callable(state) else state)]]
 
 
-def assert_close(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def assert_close(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], atol: float = 1e-6,
+                 rtol: float = 2e-5) -> None:
     assert_equal_on_all_ranks(found)
     for mine, right in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, right, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(mine, right, rtol=rtol, atol=atol)
 
 
 OPTIMIZERS = {
@@ -107,9 +108,7 @@ def test_arguments_do_what_they_do_with_keras_3(arguments: dict[str, Any], toler
     found = after(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **arguments), [gradients_of(rank, 0)], in_graph)
     factor = np.float32(size if arguments.get("op") == hvd.Sum else 1)
     expected = after(keras.optimizers.SGD(0.1), [[each * factor for each in mean_of(size, [0])]])
-    assert_equal_on_all_ranks(found)
-    for mine, right in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, right, rtol=tolerance, atol=tolerance)
+    assert_close(found, expected, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("is_dense", [False, True])
@@ -156,8 +155,7 @@ def test_all_ranks_skip_a_step_with_an_overflow_on_one(make: Callable, inside: b
         gradients[0][0, 0] = np.inf
     found = after(scaled, [gradients, gradients_of(rank, 1)], way)
     expected = after(make(), [mean_of(size, [1])])
-    for mine, right in zip(found[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-5)
+    assert_close(found[:2], expected[:2], 0.0, 1e-5)
     assert float(scaled.loss_scale) == 4.0
     assert_equal_on_all_ranks(found)
 
@@ -414,8 +412,7 @@ def test_batch_normalization_of_all_ranks(rank: int, size: int) -> None:
     one = new_model(keras.optimizers.SGD(0.1), layers=[keras.layers.BatchNormalization(fused=False)])
     x, y = rows(size)
     one.fit(x, y, batch_size=4 * size, epochs=2, verbose=0, shuffle=False)
-    for mine, right in zip(weights_of(model), weights_of(one), strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-3, atol=1e-5)
+    assert_close(weights_of(model), weights_of(one), 1e-5, 1e-3)
     assert type(model.layers[1]).__name__ == "BatchNormalization"
     with pytest.raises(ValueError, match="does not support fused=True"):
         hvd.SyncBatchNormalization(fused=True)

@@ -17,7 +17,7 @@ from mpistrat.tensorflow import MPIStrategy
 
 from ..programs.features.keras_models import Subclassed
 from ..support.levels import sample
-from .helpers import assert_equal_on_all_ranks
+from .helpers import assert_close, assert_equal_on_all_ranks, loaded_again, values_of
 
 STEPS, BATCH, COLUMNS, EPOCHS = 4, 8, 5, 3
 accumulates = pytest.mark.skipif(numbers(keras.__version__) < [3, 5], reason="this Keras accumulates clipped gradients")
@@ -32,7 +32,6 @@ def global_data(size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """One rank's part of every global batch."""
     return array.reshape(STEPS, size, BATCH, -1)[:, rank].reshape(STEPS * BATCH, -1)
 
 
@@ -54,10 +53,6 @@ def fit(model: Any, optimizer: Any, data: tuple[np.ndarray, np.ndarray], batch: 
 def fit_on_all_ranks(model: Any, optimizer: Any, rank: int, size: int, **arguments: Any) -> Any:
     x, y = global_data(size)
     return fit(model, optimizer, (shard(x, rank, size), shard(y, rank, size)), BATCH, **arguments)
-
-
-def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(variable.numpy()) for variable in variables]
 
 
 class Watch(keras.callbacks.Callback):
@@ -89,8 +84,7 @@ def test_training_with_sgd_is_that_of_one_process_on_the_global_batches(kind: st
     assert_equal_on_all_ranks(model.get_weights())
     reference = new_model(kind, seed=5)
     fit(reference, keras.optimizers.SGD(0.1, momentum=0.9), global_data(size), BATCH * size)
-    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+    assert_close(model.get_weights(), reference.get_weights())
 
 
 def test_training_eagerly_is_the_same(rank: int, size: int) -> None:
@@ -101,8 +95,7 @@ def test_training_eagerly_is_the_same(rank: int, size: int) -> None:
     assert_equal_on_all_ranks(model.get_weights())
     reference = new_model("input", seed=5)
     fit(reference, keras.optimizers.SGD(0.1), (x, y), BATCH * size, epochs=1)
-    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+    assert_close(model.get_weights(), reference.get_weights())
 
 
 def test_on_a_machine_with_a_gpu_the_default_of_compile_trains(rank: int, size: int,
@@ -126,12 +119,10 @@ def test_a_model_with_an_input_layer_starts_from_the_roots_weights(rank: int, si
     model = new_model("input", seed=rank)
     fit_on_all_ranks(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), rank, size,
                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(root), watch])
-    for value, of_root in zip(watch.before[0], new_model("input", seed=root).get_weights()):
-        np.testing.assert_array_equal(value, of_root)
     reference = new_model("input", seed=root)
+    assert_close(watch.before[0][:len(model.weights)], reference.get_weights(), 0)
     fit(reference, keras.optimizers.SGD(0.1, momentum=0.9), global_data(size), BATCH * size)
-    for value, expected in zip(model.get_weights(), reference.get_weights(), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+    assert_close(model.get_weights(), reference.get_weights())
     assert_equal_on_all_ranks(values_of([*model.weights, *model.optimizer.variables]))
 
 
@@ -209,7 +200,6 @@ def test_local_variables_stay_as_they_are(rank: int, size: int) -> None:
 
 
 def keeping(kept: list[dict]) -> Any:
-    """Keeps the logs that it is shown at the end of each epoch."""
     return keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append(dict(logs)))
 
 
@@ -372,9 +362,8 @@ def test_a_loaded_model_goes_on_where_it_was_saved(rank: int, size: int, shared_
     x, y = (shard(array, rank, size) for array in global_data(size))
     for either in (model, loaded):
         either.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    for value, expected in zip(values_of([*loaded.weights, *loaded.optimizer.variables]),
-                               values_of([*model.weights, *model.optimizer.variables]), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+    assert_close(values_of([*loaded.weights, *loaded.optimizer.variables]),
+                 values_of([*model.weights, *model.optimizer.variables]), 1e-7, rtol=1e-6)
     assert_equal_on_all_ranks(loaded.get_weights())
 
 
@@ -397,12 +386,10 @@ class MyAdam(keras.optimizers.Adam):
 
 
 @pytest.mark.horovod("load-model")
-def test_load_model_takes_the_users_optimizers(rank: int, shared_dir: str) -> None:
+def test_load_model_takes_the_users_optimizers() -> None:
     model = new_model("input", seed=4)
     model.compile(MyAdam(0.01), loss="mse")
-    path = os.path.join(shared_dir, f"own{rank}.keras")
-    model.save(path)
-    loaded = hvd.load_model(path, custom_optimizers=[MyAdam])
+    loaded = loaded_again(model, custom_optimizers=[MyAdam])
     assert isinstance(loaded.optimizer, MyAdam) and type(loaded.optimizer) is not MyAdam
 
 
@@ -416,12 +403,10 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
 
 
 @pytest.mark.horovod("load-model")
-def test_load_model_takes_the_users_schedules_and_optimizers_in_others(rank: int, shared_dir: str) -> None:
+def test_load_model_takes_the_users_schedules_and_optimizers_in_others() -> None:
     model = new_model("input", seed=4)
     model.compile(keras.optimizers.LossScaleOptimizer(MyAdam(Halving())), loss="mse")
-    path = os.path.join(shared_dir, f"own schedule{rank}.keras")
-    model.save(path)
-    loaded = hvd.load_model(path, custom_optimizers=[MyAdam], custom_objects={"Halving": Halving})
+    loaded = loaded_again(model, custom_optimizers=[MyAdam], custom_objects={"Halving": Halving})
     assert isinstance(loaded.optimizer.inner_optimizer, MyAdam)
     assert float(loaded.optimizer.learning_rate) == 1.0
 
@@ -430,12 +415,10 @@ def test_load_model_takes_the_users_schedules_and_optimizers_in_others(rank: int
 @pytest.mark.horovod("load-model")
 @sample("is_mean", [None, True, False], ids=["not said", "mean", "sum"])
 def test_load_model_says_what_it_makes_of_accumulated_gradients(
-        is_mean: bool | None, rank: int, size: int, shared_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+        is_mean: bool | None, rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model("input", seed=4)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2), loss="mse")
-    path = os.path.join(shared_dir, f"accumulates{rank}{is_mean}.keras")
-    model.save(path)
-    loaded = hvd.load_model(path, **{} if is_mean is None else {"average_aggregated_gradients": is_mean})
+    loaded = loaded_again(model, **{} if is_mean is None else {"average_aggregated_gradients": is_mean})
     assert ("Give load_model average_aggregated_gradients=True for the mean" in caplog.text) == (is_mean is None)
     bias, before = loaded.trainable_variables[-1], loaded.trainable_variables[-1].numpy()
     for number in (1.0, 2.0):
@@ -445,10 +428,8 @@ def test_load_model_says_what_it_makes_of_accumulated_gradients(
     np.testing.assert_allclose(bias.numpy(), before - step, rtol=1e-6)
 
 
-def test_load_model_takes_a_model_without_an_optimizer(rank: int, shared_dir: str) -> None:
-    path = os.path.join(shared_dir, f"plain{rank}.keras")
-    new_model("input", seed=4).save(path)
-    assert getattr(hvd.load_model(path), "optimizer", None) is None
+def test_load_model_takes_a_model_without_an_optimizer() -> None:
+    assert getattr(loaded_again(new_model("input", seed=4)), "optimizer", None) is None
 
 
 @pytest.mark.horovod("keras-collectives")
@@ -485,5 +466,4 @@ def test_a_fit_goes_on_with_gradients_that_it_has_accumulated(rank: int, size: i
                   callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     else:
         model.fit(x, y, batch_size=size * BATCH, shuffle=False, verbose=0)
-    for value, expected in zip(values_of(model.weights), values_of(reference.weights), strict=True):
-        np.testing.assert_allclose(value, expected, atol=1e-5)
+    assert_close(values_of(model.weights), values_of(reference.weights))

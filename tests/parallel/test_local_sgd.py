@@ -15,13 +15,12 @@ from mpistrat.tensorflow import DistributedGradientTape, MPIStrategy
 
 from ..support.legs import DEFAULT, HOST_EACH, TWO_HOSTS, Leg, under
 from ..support.levels import sample
-from .helpers import assert_equal_on_all_ranks, everywhere
+from .helpers import assert_close, assert_equal_on_all_ranks, everywhere, values_of
 
 STEPS, BATCH, COLUMNS = 5, 4, 6
 
 
 def rows(rank: int, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's."""
     generator = np.random.default_rng(rank)
     x = generator.normal(size=(steps * BATCH, COLUMNS)).astype(np.float32)
     return x, np.tanh(x[:, :2] + x[:, -2:]).astype(np.float32)
@@ -42,13 +41,7 @@ def fit(model: Any, optimizer: Any, rank: int, callbacks: Sequence[Any] = (), ep
                      callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks], **arguments)
 
 
-def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(variable.numpy()) for variable in variables]
-
-
 class Watch(keras.callbacks.Callback):
-    """Keeps the weights after each batch, as the ranks have them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[list[np.ndarray]] = []
@@ -57,7 +50,6 @@ class Watch(keras.callbacks.Callback):
         self.kept.append(values_of(self.model.trainable_variables))
 
     def equal(self) -> list[bool]:
-        """Whether all ranks had the same after each batch."""
         return [all(np.array_equal(a, b) for other in everywhere(kept) for a, b in zip(kept, other, strict=True))
                 for kept in self.kept]
 
@@ -72,8 +64,7 @@ def test_an_average_in_every_step_is_that_of_gradients(arguments: dict[str, Any]
     local, together = model_of("normalised"), model_of("normalised")
     fit(local, keras.optimizers.SGD(0.1, **arguments), rank, [hvd.callbacks.LocalSGD(every=1)])
     fit(together, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **arguments)), rank)
-    for a, b in zip(values_of(local.trainable_variables), values_of(together.trainable_variables), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(values_of(local.trainable_variables), values_of(together.trainable_variables), 1e-6, rtol=1e-4)
     assert_equal_on_all_ranks(values_of(local.weights))
 
 
@@ -115,8 +106,7 @@ def test_diloco_is_its_algorithm(rank: int) -> None:
     model, watch = model_of(), Watch()
     fit(model, keras.optimizers.SGD(0.1), rank, [hvd.callbacks.DiLoCo(
         2, keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)), watch], steps=6, epochs=1)
-    for value, wanted in zip(values_of(model.trainable_variables), right, strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-6)
+    assert_close(values_of(model.trainable_variables), right, 1e-6, rtol=1e-4)
     assert watch.equal()[1::2] == [True] * 3
     assert_equal_on_all_ranks(values_of(model.weights))
 
@@ -140,8 +130,7 @@ def test_compressed_progress_of_diloco_is_near(compression: str, rank: int, size
         kept = hvd.Compression.error_feedback()
     mpistrat.init()
     assert [*kept] == (["local_sgd/progress[0]"] if compression == "int8" else [])
-    for a, b in zip(plain, between, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-3)
+    assert_close(plain, between, 2e-3)
     is_exact = all(np.array_equal(a, b) for a, b in zip(right, on_one, strict=True))
     assert is_exact == (compression == "int8")
     assert not all(np.array_equal(a, b) for a, b in zip(plain, between, strict=True))
@@ -190,8 +179,7 @@ def test_files_and_validation_have_the_average(rank: int, shared_dir: str, monke
     # The second is of the average after four steps: the same as with that in each file's step.
     again = model_of("normalised")
     fit(again, keras.optimizers.SGD(0.1), rank, [hvd.callbacks.LocalSGD(every=2)], epochs=1, steps=4)
-    for a, b in zip(values_of(other.trainable_variables), values_of(again.trainable_variables), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_close(values_of(other.trainable_variables), values_of(again.trainable_variables), 0)
 
 
 def test_ranks_with_fewer_batches_wait_for_the_others(rank: int, size: int) -> None:
@@ -237,8 +225,7 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
     models = [model_of(), model_of()]
     fit(models[0], hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=local.process_set), rank, [local])
     fit(models[1], hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), rank)
-    for a, b in zip(values_of(models[0].weights), values_of(models[1].weights), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert_close(values_of(models[0].weights), values_of(models[1].weights), 1e-7, rtol=1e-5)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

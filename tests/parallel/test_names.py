@@ -33,7 +33,6 @@ def delayed(x: tf.Tensor, seconds: tf.Tensor | float) -> tf.Tensor:
 
 
 def by_tape(x: tf.Tensor) -> tf.Tensor:
-    """The average of `x`, as a gradient."""
     w = tf.ones_like(x)
     with tf.GradientTape() as tape:
         tape.watch(w)

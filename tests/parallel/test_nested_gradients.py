@@ -16,7 +16,7 @@ import mpistrat.tensorflow as hvd
 from mpistrat.tensorflow import MPIStrategy
 
 from ..support.levels import sample
-from .strategy_helpers import SUM
+from .strategy_helpers import SUM, in_replica
 
 ZERO = tf.UnconnectedGradients.ZERO
 Many = list[Any]  # a tensor for each rank, in one process; in a job with one rank's tensor in it
@@ -32,10 +32,6 @@ def everything(values: Many) -> Any:
 def weighted(rows: Any) -> Any:
     """Of the ranks' rows one sum in which each rank counts differently."""
     return tf.reduce_sum(rows * tf.range(1.0, mpistrat.size() + 1)[:, tf.newaxis], axis=0)
-
-
-def context() -> Any:
-    return tf.distribute.get_replica_context()
 
 
 def reduced_sum(x: Any) -> Any:
@@ -94,15 +90,14 @@ def from_the_last(x: Any) -> Any:
 
 
 def reduced_by_the_strategy(x: Any) -> Any:
-    return context().all_reduce(SUM, x)
+    return in_replica().all_reduce(SUM, x)
 
 
 def gathered_by_the_strategy(x: Any) -> Any:
-    return weighted(tf.reshape(context().all_gather(x, 0), [mpistrat.size(), 3]))
+    return weighted(tf.reshape(in_replica().all_gather(x, 0), [mpistrat.size(), 3]))
 
 
 def for_each(result: Callable[[int], Any]) -> Many:
-    """What each rank gets."""
     return [result(rank) for rank in range(mpistrat.size())]
 
 
@@ -201,7 +196,6 @@ WAYS = [tape_inside, tape_outside, gradients]
 
 
 def inputs() -> Many:
-    """That of each rank."""
     return [tf.constant([0.5, 0.25, 0.75]) + 0.1 * rank for rank in range(mpistrat.size())]
 
 
@@ -222,7 +216,6 @@ def with_factor(values: Many, power: int, of_gradient: int = 0) -> Many:
 
 
 def loss_of(program: str, collective: str) -> Callable[[Many], Any]:
-    """This rank's loss, of a list of its one tensor."""
     return lambda values: nested(program, lambda v: [COLLECTIVES[collective][0](v[0])], values)
 
 

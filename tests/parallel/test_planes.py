@@ -299,7 +299,6 @@ class FullMail:
         self._rank = rank
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """See Mail."""
         return self._rank in ranks
 
     def flush(self) -> None:
@@ -341,7 +340,6 @@ class AnnouncedOnly(MPI.Intracomm):
         pytest.fail("a blocking receive has no limit")
 
     def Irecv(self, *args: Any, **kwargs: Any) -> MPI.Request:  # noqa: N802
-        """As in MPI."""
         self.pending.append(super().Irecv(*args, **kwargs))
         return self.pending[-1]
 

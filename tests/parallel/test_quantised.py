@@ -26,7 +26,6 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def planes() -> Iterator[dict[str, DataPlane]]:
-    """A plane for each placement of the ranks."""
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     made = {hosts: backends_over(MPI.COMM_WORLD, Topology(rank, tuple(hosts)), Settings(), Interruption())
             for hosts in PLACEMENTS[size]}

@@ -19,12 +19,7 @@ from ..support.levels import sample
 
 WAYS = ("fit", "tape", "strategy fit", "strategy loop")
 WIDTH, BATCH, STEPS = 120, 4, 8
-
-
-@pytest.fixture(autouse=True)
-def _initialised_afterwards() -> Iterator[None]:
-    yield
-    mpistrat.init()
+pytestmark = pytest.mark.usefixtures("initialised_afterwards")
 
 
 def trained(way: str, compression: str, is_compiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +222,6 @@ def on_hosts(hosts: str, is_gpu: bool) -> Iterator[None]:
 
 
 def gradients(steps: range, dtype: str = "float32") -> list[np.ndarray]:
-    """What a tape gives in each step, all tensors after each other."""
     variables, results = [tf.Variable(tf.ones(shape, dtype)) for shape in SHAPES], []
     for step in steps:
         random = np.random.default_rng([mpistrat.rank(), step])
@@ -239,7 +233,6 @@ def gradients(steps: range, dtype: str = "float32") -> list[np.ndarray]:
 
 
 def same(results: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    """Whether these have the same bits, on all ranks."""
     assert [each.tobytes() for each in results] == [each.tobytes() for each in expected]
     everywhere = mpistrat.allgather_object([each.tobytes() for each in results])
     assert all(other == everywhere[0] for other in everywhere)

@@ -137,7 +137,6 @@ def test_the_ranks_have_the_rows_of_the_dataset(seed: int, shared_dir: str) -> N
 
 
 def threads_that_tune() -> int:
-    """How many threads of this process tune datasets."""
     names = [task.joinpath("comm") for task in Path("/proc/self/task").iterdir()]
     return sum(name.read_text().startswith("tf_data_model") for name in names if name.exists())
 

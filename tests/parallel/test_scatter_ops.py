@@ -89,7 +89,6 @@ def test_static_shapes_leave_the_rows_open(size: int) -> None:
 
 
 def splits_of(rank: int, size: int) -> list[int]:
-    """Other splits on each rank, some of them 0."""
     return [(rank + 2 * other) % 3 for other in range(size)]
 
 

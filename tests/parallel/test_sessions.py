@@ -286,7 +286,6 @@ def test_two_threads_that_run_one_collective_are_refused(size: int, restart: Cal
 
 
 def saved_graph() -> tuple[Any, Any]:
-    """A graph with a collective, and what it is saved as."""
     with tf.Graph().as_default() as graph:
         v1.add_to_collection("result", hvd.allreduce(v1.placeholder(tf.float32, [], name="x"), op=hvd.Sum))
         return graph, v1.train.export_meta_graph()

@@ -40,7 +40,6 @@ def new_model(seed: int = 1, strategy: Any = None, policy: str = "float32") -> A
 
 
 def rows_of(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows in which tokens repeat."""
     generator = np.random.default_rng(rank)
     return generator.integers(0, TOKENS // 20, (ROWS, 3)), generator.normal(size=(ROWS, 2)).astype(np.float32)
 
@@ -150,7 +149,6 @@ def test_xla_compiles_it(rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """One that Adam has trained, and that tests train on."""
     return trained(hvd.ShardedOptimizer(Optimizers.Adam(0.01)), mpistrat.rank())
 
 

@@ -22,7 +22,6 @@ class _LeftError(Exception):
 
 @pytest.fixture
 def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Sets the handler of the timer."""
     before = signal.getsignal(signal.SIGALRM)
     yield lambda handler: signal.signal(signal.SIGALRM, lambda *_: handler()) and None
     signal.signal(signal.SIGALRM, before)

@@ -85,7 +85,6 @@ def snippets() -> list[tuple[str, str]]:
 
 
 def key_of(page: str, code: str) -> tuple[str, str]:
-    """The longest key of a snippet that fits."""
     found = [key for key in SNIPPETS if key[0] == page and code.startswith(key[1])]
     assert found, f"docs/{page}: no entry for {code}"
     return max(found, key=lambda key: len(key[1]))
@@ -96,7 +95,6 @@ def test_each_snippet_has_an_entry() -> None:
 
 
 def same(weights: list[Any]) -> bool:
-    """Whether all ranks have these bits."""
     mine = [np.asarray(weight).tobytes() for weight in weights]
     return all(other == mine for other in mpistrat.allgather_object(mine))
 

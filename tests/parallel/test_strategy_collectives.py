@@ -13,13 +13,9 @@ import mpistrat
 import mpistrat.tensorflow as hvd
 from mpistrat.tensorflow import MPIStrategy
 
-from .strategy_helpers import collectives_counted, eagerly, in_graph, per_rank
+from .strategy_helpers import collectives_counted, eagerly, in_graph, in_replica, per_rank
 
 each_way = pytest.mark.parametrize("way", [eagerly, in_graph])
-
-
-def replica() -> Any:
-    return tf.distribute.get_replica_context()
 
 
 def test_what_it_is(strategy: MPIStrategy, rank: int, size: int) -> None:
@@ -85,7 +81,7 @@ def test_values_that_cannot_be_joined_are_the_error_of_tensorflows_strategies(
     value = tf.zeros([2, 3 + odd] if differ == "shape" else [2, 3, *[1] * odd],
                      tf.int32 if odd and differ == "dtype" else tf.float32)
     step = way(lambda: strategy.gather(value, 0) if gather == "strategy.gather"
-               else strategy.run(lambda: replica().all_gather(value, 0)))
+               else strategy.run(lambda: in_replica().all_gather(value, 0)))
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"the ranks disagree on (shape|dtype)") as caught:
         step()
     if way is eagerly:
@@ -109,7 +105,7 @@ def test_all_gather_and_its_gradient(strategy: MPIStrategy, way: Callable, rank:
         x, z = tf.fill([rank + 1, 2], 1.0 + rank), tf.fill([2], 3.0)
         with tf.GradientTape() as tape:
             tape.watch([x, z])
-            joined = replica().all_gather([x, z], axis=0)
+            joined = in_replica().all_gather([x, z], axis=0)
             y = tf.reduce_sum(joined[0] * joined[0]) + tf.reduce_sum(joined[1])
         return joined, tape.gradient(y, [x, z])
     (x, z), (dx, dz) = way(lambda: strategy.run(step))()
@@ -135,11 +131,11 @@ def test_autograph_converts_the_users_functions_and_none_of_mpistrat(strategy: M
         return strategy.reduce("MEAN", total, axis=None)
 
     def step() -> Any:
-        total = replica().all_reduce("SUM", tf.ones([2]))
-        total += replica().all_gather(total, 0)[:2] + hvd.allreduce(total) + tf.cast(hvd.size_op(), tf.float32)
+        total = in_replica().all_reduce("SUM", tf.ones([2]))
+        total += in_replica().all_gather(total, 0)[:2] + hvd.allreduce(total) + tf.cast(hvd.size_op(), tf.float32)
         if total[0] > 0.0:
             total *= 0.5
-        return replica().merge_call(merged, args=(total[1],))
+        return in_replica().merge_call(merged, args=(total[1],))
 
     @tf.function
     def program() -> Any:
@@ -158,7 +154,7 @@ def test_the_gradient_through_a_nested_function_and_a_loop(strategy: MPIStrategy
     @tf.function
     def inner(x: Any) -> Any:
         for _ in tf.range(3):
-            x = replica().all_reduce("MEAN", x) * 2.0
+            x = in_replica().all_reduce("MEAN", x) * 2.0
         return x
 
     @tf.function
@@ -175,7 +171,7 @@ def test_the_gradient_through_a_nested_function_and_a_loop(strategy: MPIStrategy
 
 def test_different_shapes_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
     with pytest.raises(mpistrat.MismatchError, match="the ranks disagree on shape"):
-        strategy.run(lambda: replica().all_reduce("SUM", tf.zeros([2 + (rank == 0)])))
+        strategy.run(lambda: in_replica().all_reduce("SUM", tf.zeros([2 + (rank == 0)])))
 
 
 def test_options_that_are_no_options_are_refused() -> None:

@@ -16,6 +16,7 @@ import mpistrat
 from mpistrat.tensorflow import MPIStrategy
 
 from ..support.levels import sample
+from .helpers import TrainingInterruptedError
 from .strategy_helpers import assert_close, assert_equal_on_all_ranks, global_data
 
 COLUMNS, BATCH = 5, 12
@@ -221,10 +222,6 @@ def test_events_are_written_once(strategy: MPIStrategy, shared_dir: str, argumen
 
 
 # -- BackupAndRestore -------------------------------------------------------------------------------------------------
-
-
-class TrainingInterruptedError(Exception):
-    """Ends a training."""
 
 
 class Interrupt(keras.callbacks.Callback):

@@ -24,12 +24,10 @@ def with_policy(dataset: Any, policy: Any) -> Any:
 
 
 def local_batches(strategy: MPIStrategy, distributed: Any) -> list[list[int]]:
-    """The rows of each batch of this rank."""
     return [np.asarray(strategy.experimental_local_results(batch)[0]).tolist() for batch in distributed]
 
 
 def all_rows(batches: list[list[int]]) -> list[int]:
-    """The rows of all ranks, sorted."""
     return sorted(row for rank in mpistrat.allgather_object(batches) for batch in rank for row in batch)
 
 

@@ -172,11 +172,6 @@ def test_a_loss_of_one_number_is_told_of(strategy: MPIStrategy, rank: int, caplo
 SGD = keras.optimizers.SGD
 
 
-@pytest.fixture(scope="module")
-def strategy() -> MPIStrategy:
-    return MPIStrategy()
-
-
 def variable(strategy: MPIStrategy) -> Any:
     with strategy.scope():
         return keras.Variable(np.zeros(2, np.float32), name="w")
@@ -210,8 +205,6 @@ class Around(SGD):
 
 
 class Doubles(SGD):
-    """Has an apply of its own."""
-
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         super().apply([2 * gradient for gradient in grads], trainable_variables)
 

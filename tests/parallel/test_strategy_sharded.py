@@ -5,7 +5,7 @@ import copy
 import functools
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -295,19 +295,12 @@ def test_kinds_of_variables_that_differ_among_the_ranks_are_an_error_on_every_ra
 needs_xla = pytest.mark.skipif(ffi.api() is None, reason="XLA compiles collectives with TensorFlow 2.21")
 
 
-@pytest.fixture
-def _initialised_afterwards() -> Iterator[None]:
-    yield
-    mpistrat.init()
-
-
 def adam(accumulates: bool = False) -> Any:
     more = {"gradient_accumulation_steps": 2, "global_clipnorm": 0.05} if accumulates else {}
     return keras.optimizers.Adam(0.01, epsilon=1e-3, **more)
 
 
 def by_fit(strategy: MPIStrategy, policy: str = "float32", **compiled: Any) -> tuple[list[np.ndarray], Any]:
-    """The weights and the whole state, and the optimizer."""
     model = new_model(strategy=strategy, policy=policy)
     with strategy.scope():
         model.compile(adam(policy != "float32"), "mse", **compiled)
@@ -345,7 +338,7 @@ WAYS = {
     MIXED: lambda strategy: by_fit(strategy, "mixed_float16")}
 
 
-@pytest.mark.usefixtures("_initialised_afterwards")
+@pytest.mark.usefixtures("initialised_afterwards")
 @pytest.mark.parametrize(("way", "leg"), [
     pytest.param("fit", HOST_EACH, marks=pytest.mark.nightly),
     pytest.param("compiled fit", DEFAULT, marks=[needs_xla, pytest.mark.nightly]),

@@ -62,7 +62,6 @@ def in_other_orders(rank: int, threads: list[threading.Thread]) -> list[threadin
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What `action` returns, or the error that it raises."""
     try:
         return action()
     except Exception as error:
@@ -73,10 +72,7 @@ def outcomes(rank: int, actions: dict[str | None, Callable[[], Any]], in_main: C
              ) -> list[Any]:
     """What each of `actions` returns, or the error that it raises, each called in a thread of its own.
 
-    Args:
-        rank: Which decides on the order of the collectives.
-        actions: By the name of the thread; a name that begins with "Thread" leaves it to Python.
-        in_main: Called in the main thread meanwhile; its result comes last.
+    They have the names of the threads; one that begins with "Thread" leaves it to Python. `in_main` comes last.
     """
     results: list[Any] = [None] * len(actions)
     together = threading.Barrier(len(actions) + bool(in_main))

@@ -114,11 +114,6 @@ def test_whatever_becomes_a_tensor_is_taken(way: Callable, rank: int, size: int)
         size, [size, 2 * size], [size, size], [size, 2 * size]]
 
 
-def test_an_array_of_objects_is_refused() -> None:
-    with pytest.raises(ValueError, match="Use broadcast_object or allgather_object"):
-        hvd.allreduce(np.array([None]))
-
-
 @pytest.mark.horovod("grouped-allreduce")
 @both_ways
 def test_a_group_may_mix_dtypes_and_shapes(way: Callable, rank: int, size: int) -> None:
@@ -568,6 +563,8 @@ def test_the_arguments_are_checked() -> None:
         hvd.allreduce(tf.constant([1]), op=hvd.Adasum)
     with pytest.raises(ValueError, match="process_set must be a ProcessSet"):
         hvd.allreduce(tf.ones([1]), process_set=object())
+    with pytest.raises(ValueError, match="Use broadcast_object or allgather_object"):
+        hvd.allreduce(np.array([None]))
 
 
 # -- variables --------------------------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ STEPS, COLUMNS, EPOCHS = 4, 3, 2
 
 
 class OwnStep(keras.Model):
-    """Does not use Keras' step."""
-
     def train_step(self, data: Any) -> dict:
         x, y = data
         with tf.GradientTape() as tape:
@@ -45,8 +43,6 @@ class OwnStep(keras.Model):
 
 
 class Scalars(OwnStep):
-    """Trains on batches without rows."""
-
     def train_step(self, data: Any) -> dict:
         return super().train_step((tf.fill((2, COLUMNS), data), tf.fill((2, 1), data)))
 

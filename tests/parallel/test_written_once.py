@@ -12,7 +12,7 @@ import mpistrat
 import mpistrat.keras as hvd
 
 from ..support.levels import sample
-from .helpers import everywhere
+from .helpers import TrainingInterruptedError, everywhere
 
 COLUMNS, BATCH, STEPS = 4, 8, 3
 Callbacks = keras.callbacks
@@ -87,10 +87,6 @@ def test_an_error_of_the_chief_is_one_on_all_ranks(rank: int, shared_dir: str) -
     with pytest.raises(IsADirectoryError if rank == 0 else OSError, match="Is a directory"):
         fit(new_model(), rank, Callbacks.CSVLogger(shared_dir))
     assert float(mpistrat.allreduce(1.0)) == 1.0
-
-
-class TrainingInterruptedError(Exception):
-    """Ends a training."""
 
 
 def interrupt(epoch: int, logs: Any = None) -> None:

@@ -23,7 +23,7 @@ from mpistrat.tensorflow.graph import xla_collective
 from mpistrat.tensorflow.xla import context, custom_call, ffi
 
 from ..support.levels import sample
-from .helpers import assert_equal_on_all_ranks, in_graph
+from .helpers import assert_close, assert_equal_on_all_ranks, in_graph
 
 pytestmark = pytest.mark.skipif(ffi.api() is None, reason="this TensorFlow does not export XLA's FFI")
 
@@ -223,8 +223,7 @@ def test_fit(door: str, rank: int, size: int) -> None:
         assert model.jit_compile == jit_compile
         assert_equal_on_all_ranks(model.get_weights())
         weights.append(model.get_weights())
-    for mine, other in zip(*weights, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+    assert_close(*weights, rtol=1e-4)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

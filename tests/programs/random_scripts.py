@@ -105,7 +105,6 @@ class Script:
                        stages=tuple(s for s in self.stages if not s.startswith("wrong") and s != "process_set"))
 
     def through(self, door: str) -> "Script":
-        """The same script through a door."""
         loop = self.loop if self.loop == "fit" else "strategy" if door == STRATEGY else "optimizer"
         return replace(self, door=door, loop=loop)
 
@@ -125,7 +124,6 @@ class Script:
 
 
 def script_of(number: int) -> Script:
-    """The script of that number."""
     draw = random.Random(number)
     door = draw.choice((HOROVOD, STRATEGY))
     is_for_both = draw.randrange(3) == 0
@@ -194,7 +192,6 @@ class Alone:
         return []
 
     def averaging(self, script: Script) -> list[Any]:
-        """The callbacks that average weights."""
         return []
 
     def broadcast(self, variables: Sequence[Any], root: int = 0) -> None:
@@ -302,8 +299,6 @@ class Unbuilt(keras.Model):
 
 @keras.saving.register_keras_serializable("scripts")
 class OwnStep(keras.Model):
-    """A model with a step and a metric of its own."""
-
     def train_step(self, data: Any) -> Any:
         x, y, *_ = data
         with tf.GradientTape() as tape:
@@ -321,7 +316,6 @@ class OwnStep(keras.Model):
 
 
 def model_of(script: Script, way: Alone) -> tuple[Any, list[Any]]:
-    """A model, and its local layers."""
     kind, dense = script.model, keras.layers.Dense
     if kind == "unbuilt":
         return Unbuilt(), []
@@ -371,8 +365,6 @@ def errors_of(y: Any, predicted: Any) -> tf.Tensor:
 
 
 class Say(keras.callbacks.Callback):
-    """Calls a function when an epoch ends."""
-
     def __init__(self, function: Callable[[int], None]):
         super().__init__()
         self._function = function
@@ -552,7 +544,6 @@ class Run:
             self.results["predicted"] = self.model(tf.constant(x), training=False)
 
     def save(self, draw: random.Random) -> None:
-        """Save, train on, and go back to what was saved."""
         way, how = self.way, draw.choice(("model", "weights", "checkpoint", "arrays"))
         path = os.path.join(self.folder, f"saved{draw.randrange(10**9)}")
         with_all, on_all = ((draw.randrange(2) == 0 and how != "checkpoint") or way.strategy is not None
@@ -593,7 +584,6 @@ class Run:
             way.broadcast([*self.model.weights, *self.optimizer.variables])
 
     def copy(self, draw: random.Random) -> None:
-        """Go on with a copy of the model or of the optimizer."""
         if self.local or self.script.model == "unbuilt":
             return
         how = draw.choice(("clone", "deepcopy", "pickle", "optimizer", "deserialized"))
@@ -692,7 +682,6 @@ class Run:
         self.train(draw)
 
     def thread(self, draw: random.Random) -> None:
-        """Collectives in a thread beside training."""
         way, found = self.way, []
 
         def run() -> None:
@@ -708,7 +697,6 @@ class Run:
             assert found == [sum(number + rank for rank in range(way.size)) for number in range(4)], found
 
     def process_set(self, draw: random.Random) -> None:
-        """Some ranks train another model meanwhile."""
         way, steps = self.way, draw.randint(1, 3)
         # One process has to draw as much.
         ranks = sorted(random.Random(draw.randrange(10**9)).sample(range(way.size), max(1, way.size - 1)))
@@ -779,7 +767,6 @@ class Run:
         self._fit(draw, 2, [halve] if self.way.rank == 0 and self.script.optimizer != "schedule" else [], epochs=3)
 
     def wrong_adapt(self, draw: random.Random) -> None:
-        """Each rank adapts on its own rows."""
         x = data_of(draw, 4 * BATCH, self.script.model)[0]
         with self.way.scope():
             layer = keras.layers.Normalization()
@@ -804,7 +791,6 @@ def exchanged(own: Any) -> list[Any]:
 
 
 def worst(state: dict[str, np.ndarray], right: Sequence[np.ndarray], where: str) -> tuple[float, str]:
-    """The largest difference, and where it is."""
     found = (0.0, "")
     # An optimizer, which comes last, may be built by an evaluation already. Its variables have another order then.
     assert all(name.startswith("optimizer") for name in list(state)[len(right):]), \
@@ -839,11 +825,7 @@ def states_of_one_process(script: Script) -> list[Sequence[np.ndarray]] | str:
 
 
 def outcome_of(script: Script, folder: str) -> str:
-    """Run a script on all ranks, twice where it ends well, and return how it has ended.
-
-    Raises:
-        AssertionError: That is not right.
-    """
+    """Run a script on all ranks, twice where it ends well, and return how it has ended."""
     right = mpistrat.broadcast_object(states_of_one_process(script) if hvd.rank() == 0 else None, 0)
     assert not isinstance(right, str), f"one process: {right}"
     outcome, states = outcome_through_door(script, folder, right)
@@ -865,7 +847,6 @@ def outcome_of(script: Script, folder: str) -> str:
 
 
 def digests_of(state: dict[str, np.ndarray]) -> dict[str, bytes]:
-    """What is equal for equal bits."""
     return {name: hashlib.sha256(value.tobytes()).digest() for name, value in state.items()}
 
 
@@ -926,7 +907,6 @@ def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[n
 
 
 def main() -> None:
-    """Run the scripts."""
     count, first = [int(word) for word in sys.argv[1:3]] + [0] * (3 - len(sys.argv))
     is_local = sys.argv[3:] == ["local"]
     os.environ.setdefault("MPISTRAT_STALL_CHECK_TIME_SECONDS", "20")

@@ -59,7 +59,6 @@ def write_water(where: Path, step_words: dict[str, object]) -> None:
 
 
 def run(programs: Path, where: Path, *words: str) -> str:
-    """Run a command in a directory; what it prints."""
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1",
                    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     job = run_limited(["sh", "-c", 'cd "$0" && exec "$@"', str(where), *words], env=environment, limit_s=400).well()

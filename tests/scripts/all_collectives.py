@@ -20,7 +20,6 @@ def values(of_rank: int, length: int) -> np.ndarray:
 
 
 def summed(arrays: list[np.ndarray]) -> np.ndarray:
-    """Their sum, from left to right."""
     return functools.reduce(np.add, arrays)
 
 

@@ -14,8 +14,6 @@ way, mark = sys.argv[1:]
 
 
 class End(keras.callbacks.Callback):
-    """Ends the process and puts the time into the file."""
-
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         if hvd.rank() == 1 and batch == 2:
             Path(mark).write_text(str(time.time()))

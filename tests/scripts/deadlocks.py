@@ -33,7 +33,6 @@ def total(name: str) -> float:
 
 
 def start(name: str) -> ms.AsyncResult:
-    """The same, without waiting for it."""
     return ms.allreduce_async(np.float64(1), name=name, op=ms.Sum)
 
 
@@ -51,7 +50,6 @@ def own_order(*names: str) -> tuple[str, ...]:
 
 
 def crossed_names() -> float:
-    """Another name on rank 0."""
     return total(str(own("left", "right")))
 
 
@@ -121,7 +119,6 @@ def a_thread_that_sleeps_first() -> float:
 
 
 def a_thread_that_waits_with_a_limit_first() -> float:
-    """Likewise."""
     return _with_a_thread(lambda: threading.Event().wait(SLOW_S))
 
 

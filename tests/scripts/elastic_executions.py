@@ -45,7 +45,6 @@ class Model(keras.Model):
 
 
 def note(rows: np.ndarray) -> None:
-    """Append rows to the log."""
     with open(log, "a", encoding="utf-8") as file:
         file.write("".join(f"{row:g}\n" for row in rows))
 

@@ -109,7 +109,6 @@ def judged(job: Finished, killed_at: float, log: Path, epochs: int = EPOCHS) -> 
 
 
 def main() -> None:
-    """Print a row of the table for each fault."""
     wanted, tries = sys.argv[1], int(sys.argv[2])
     random.seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     if wanted == "often":

@@ -22,8 +22,6 @@ local = hvd.callbacks.DiLoCo(every=3)
 
 
 class Tell(keras.callbacks.Callback):
-    """Tells the state, and kills rank 1."""
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
 

@@ -37,7 +37,6 @@ steps_here = 0
 
 
 def log(text: str) -> None:
-    """Append a line to the log, with the time."""
     if options.log:
         with open(options.log, "a", encoding="utf-8") as file:
             file.write(f"{time.time():.3f} {hvd.rank()} {hvd.size()} {generation} {text}\n")
@@ -58,7 +57,6 @@ def lose_host() -> None:
 
 
 def perhaps_die(when: str, delay_s: float = 0.0) -> None:
-    """End this rank if that is its lot."""
     if (generation, hvd.rank(), steps_here, when) in kills:
         if delay_s:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -71,7 +69,6 @@ log(f"pid {os.getpid()} of rank {hvd.rank()}")
 
 @run
 def train(state: Any) -> None:
-    """Train the epochs that are left."""
     global steps_here
     log(f"begins at step {state.step}")
     while state.epoch < options.epochs:

@@ -32,7 +32,6 @@ def compute() -> None:
 
 
 def reduce() -> None:
-    """One small all-reduce after the other."""
     while True:
         mpistrat.allreduce(np.ones(10), name="endless")
 

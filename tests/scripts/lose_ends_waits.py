@@ -20,17 +20,14 @@ SOON_S = 1.0  # It takes a tenth of that on a quiet machine.
 
 
 def reducing() -> None:
-    """Wait for an all-reduce."""
     mpistrat.allreduce(np.ones(10))
 
 
 def broadcasting() -> None:
-    """Wait for a broadcast."""
     mpistrat.broadcast(np.ones(10), 1)
 
 
 def in_flight() -> None:
-    """Wait for a collective that was submitted before."""
     mpistrat.allreduce_async(np.ones(1000), name="in flight").wait()
 
 
@@ -42,12 +39,10 @@ def in_agreement() -> None:
 
 
 def in_set() -> None:
-    """Wait in a process set."""
     mpistrat.allreduce(np.ones(10), process_set=BOTH)
 
 
 def in_shutdown() -> None:
-    """Wait until the other rank shuts down, too."""
     mpistrat.shutdown()
 
 

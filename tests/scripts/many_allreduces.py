@@ -40,7 +40,6 @@ arrays = [np.full(elements, rank + 1, np.float32) for elements in SIZES]
 
 
 def once() -> None:
-    """All sizes, each alone and all together."""
     for i, array in enumerate(arrays):
         assert (mpistrat.allreduce(array, name=f"single.{i}", op=mpistrat.Sum) == size * (size + 1) / 2).all()
     for result in mpistrat.grouped_allreduce(arrays, name="together"):

@@ -35,8 +35,6 @@ _NOTHING = nullcontext()
 
 
 class Stream:
-    """A stream in which nothing happens."""
-
     _numbers = itertools.count(1)
 
     def __init__(self, ptr: int = 0):
@@ -50,8 +48,6 @@ class Stream:
 
 
 class Event:
-    """An event that has happened."""
-
     __slots__ = ("number", "stream")
     done = True
 
@@ -70,13 +66,10 @@ class Array:
 
     @property
     def data(self) -> "Array":
-        """Where it is."""
         return self
 
 
 class Communicator:
-    """In place of NCCL's."""
-
     def __getattr__(self, name: str) -> Callable[..., None]:
         def call(*_: object) -> None:
             CALLS[name] += 1
@@ -243,7 +236,6 @@ def tensors() -> None:
 
 
 def main() -> None:
-    """Measure on one rank."""
     make: Any = Device
     gpu_tensors.make_device = lambda number: make()
     KINDS["__main__"] = Cupy()

@@ -49,7 +49,6 @@ def cut_once(are_sent: int) -> None:
 
 
 def once(step: int) -> None:
-    """One collective of each kind, checked."""
     own = np.full(nbytes // 4, step + rank, np.float32)
     for kind in kinds.split(","):
         if kind == "allreduce":
@@ -63,7 +62,6 @@ def once(step: int) -> None:
 
 
 def run() -> None:
-    """All of it."""
     for step in range(TIMES):
         if rank == 0 and step == 2:
             if when == "within":

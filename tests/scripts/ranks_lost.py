@@ -49,7 +49,6 @@ def negotiated() -> Callable[[], float]:
 
 
 def gathered() -> Callable[[], float]:
-    """Collectives that are not all-reduces."""
     def step() -> float:
         mpistrat.broadcast(np.ones(100_000), 0)
         mpistrat.allgather_object(RANK)
@@ -96,7 +95,6 @@ def joined() -> Callable[[], float]:
 
 
 def session() -> Callable[[], float]:
-    """A session of tf.compat.v1 with several collectives and a gradient."""
     import tensorflow as tf
 
     import mpistrat.tensorflow as hvd
@@ -117,7 +115,6 @@ def session() -> Callable[[], float]:
 
 
 def function() -> Callable[[], float]:
-    """A tf.function with several collectives and a tape."""
     import tensorflow as tf
 
     import mpistrat.tensorflow as hvd
@@ -157,7 +154,6 @@ def function() -> Callable[[], float]:
 
 
 def fit() -> Callable[[], float]:
-    """Keras' fit with a DistributedOptimizer."""
     import keras
 
     import mpistrat.keras as hvd
@@ -222,7 +218,6 @@ def recovery() -> Callable[[], float]:
 
 
 def die() -> None:
-    """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

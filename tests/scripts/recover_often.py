@@ -17,7 +17,6 @@ from mpistrat.core.errors import RanksLostError
 
 
 def held() -> dict[str, int]:
-    """What this process holds now."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         shared = sum("memfd" in line for line in file)
     process = psutil.Process()

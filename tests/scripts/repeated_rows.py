@@ -29,15 +29,17 @@ def optimizers() -> dict[str, Any]:
             "averaged": SGD(0.1, use_ema=True, ema_overwrite_frequency=3), "scaled": LossScaleOptimizer(SGD(0.1))}
 
 
-def tables() -> dict[str, Any]:
-    """A variable of Keras for each optimizer."""
+def built(each: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizers, and for each of them a variable of Keras."""
     import keras
     start = np.random.default_rng(1).normal(size=TABLE).astype("float32")
-    return {name: keras.Variable(start, name=name.replace(" ", "_")) for name in optimizers()}
+    of = {name: keras.Variable(start, name=name.replace(" ", "_")) for name in each}
+    for name, optimizer in each.items():
+        optimizer.build([of[name]])
+    return each, of
 
 
 def rows(step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """The indices and values of a rank's gradient."""
     generator = np.random.default_rng([step, rank])
     return generator.integers(0, TABLE[0], ROWS), generator.normal(size=(ROWS, TABLE[1])).astype("float32")
 
@@ -56,9 +58,7 @@ def slices(values: tf.Tensor, indices: tf.Tensor) -> tf.IndexedSlices:
 
 def by_tape() -> dict[str, np.ndarray]:
     """Averaged by a tape, and applied by plain optimizers."""
-    each, of = optimizers(), tables()
-    for name, optimizer in each.items():
-        optimizer.build([of[name]])
+    each, of = built(optimizers())
 
     def train(indices: tf.Tensor, values: tf.Tensor) -> None:
         with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
@@ -75,9 +75,7 @@ def scaled(optimizer: Any, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def by_optimizer() -> dict[str, np.ndarray]:
-    each, of = {name: hvd.DistributedOptimizer(optimizer) for name, optimizer in optimizers().items()}, tables()
-    for name, optimizer in each.items():
-        optimizer.build([of[name]])
+    each, of = built({name: hvd.DistributedOptimizer(optimizer) for name, optimizer in optimizers().items()})
 
     def train(indices: tf.Tensor, values: tf.Tensor) -> None:
         for name, optimizer in each.items():
@@ -88,9 +86,7 @@ def by_optimizer() -> dict[str, np.ndarray]:
 def by_strategy() -> dict[str, np.ndarray]:
     strategy = hvd.MPIStrategy()
     with strategy.scope():
-        each, of = optimizers(), tables()
-        for name, optimizer in each.items():
-            optimizer.build([of[name]])
+        each, of = built(optimizers())
 
     def train(indices: tf.Tensor, values: tf.Tensor) -> None:
         def of_replica(indices: tf.Tensor, values: tf.Tensor) -> None:
@@ -101,10 +97,7 @@ def by_strategy() -> dict[str, np.ndarray]:
 
 
 def in_one_process() -> dict[str, np.ndarray]:
-    """With the rows of all ranks."""
-    each, of = optimizers(), tables()
-    for name, optimizer in each.items():
-        optimizer.build([of[name]])
+    each, of = built(optimizers())
 
     @tf.function
     def train(indices: tf.Tensor, values: tf.Tensor) -> None:

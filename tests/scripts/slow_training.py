@@ -30,7 +30,6 @@ def rows(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def model_of() -> Any:
-    """A network with 0.66 million weights."""
     keras.utils.set_random_seed(1)
     return keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Dense(HIDDEN, "relu"),
                              keras.layers.Dense(HIDDEN, "relu"), keras.layers.Dense(HIDDEN, "relu"),

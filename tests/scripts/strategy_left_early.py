@@ -10,7 +10,6 @@ strategy = MPIStrategy()
 
 @tf.function
 def step() -> tf.Tensor:
-    """The number of ranks."""
     return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
 
 

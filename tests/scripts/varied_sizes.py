@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from reporting import say
+from reporting import descriptors, say
 
 import mpistrat
 
@@ -27,7 +27,6 @@ def elements() -> int:
 
 
 def once(number: int) -> None:
-    """An all-reduce or an allgather."""
     if number % 2:
         array = ones[:elements()]
         result = mpistrat.allreduce(array, op=mpistrat.Sum, name="sum")
@@ -39,19 +38,7 @@ def once(number: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def descriptors() -> set[str]:
-    """The open files, each with what it is; that of the listing itself is closed again."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
-        except FileNotFoundError:
-            continue
-    return found
 
 
 for number in range(WARM_UP):

@@ -18,7 +18,6 @@ LATE_S = 0.06  # longer than a vote stays unanswered
 
 
 def sum_of_ranks(value: float) -> float:
-    """The sum over all ranks of value + rank."""
     return ms.size() * value + ms.size() * (ms.size() - 1) / 2
 
 
@@ -47,7 +46,6 @@ def run(thread: int, steps: int) -> None:
 
 
 def main() -> None:
-    """First in one thread, and then in several."""
     steps, count = int(sys.argv[1]), int(sys.argv[2])
     ms.init()
     failed: list[threading.ExceptHookArgs] = []

@@ -12,7 +12,6 @@ from .dtypes import dtype_of
 
 
 def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:
-    """The array over `count` elements of host memory."""
     raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return np.frombuffer(raw, dtype)
 

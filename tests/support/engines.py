@@ -42,7 +42,6 @@ def ballot_of(group: ThreadGroup, rank: int) -> AgreementRound | None:
 
 def submit(engine: Engine, name: str, *arrays: np.ndarray, op: ReduceOp = Sum, prescale: float = 1.0,
            postscale: float = 1.0) -> Handle:
-    """Submit an all-reduce."""
     return engine.submit(allreduce_request(name, specs_of(arrays), ScaledOp(op, prescale, postscale)), arrays)
 
 

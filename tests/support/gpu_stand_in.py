@@ -66,8 +66,6 @@ class Event:
 
 
 class Array:
-    """A tensor on the stand-in."""
-
     def __init__(self, device: "Device", shape: tuple[int, ...], dtype: np.dtype):
         self.memory = device.allocate(max(int(np.prod(shape)) * dtype.itemsize, 1))
         self.shape, self.dtype, self.device = shape, dtype, device
@@ -82,14 +80,11 @@ class Array:
         return 2, self.device.number
 
     def view(self) -> np.ndarray:
-        """The memory as it is now."""
         nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
         return self.memory[:nbytes].view(self.dtype).reshape(self.shape)
 
 
 class Scratch:
-    """Scratch memory, which is free again when this is."""
-
     def __init__(self, memory: np.ndarray):
         self.bytes = memory
 
@@ -97,10 +92,7 @@ class Scratch:
 class Device:
     """In place of mpistrat.gpu.device.Device. Like that one it is used by the engine's thread and by callers at once.
 
-    Args:
-        number: Of the GPU.
-        seed: Of the order in which streams run.
-        free_bytes: For scratch memory; what would take more is refused.
+    `seed` is of the order in which streams run. Scratch memory beyond `free_bytes` is refused.
     """
 
     checked_bytes = 64
@@ -172,14 +164,12 @@ class Device:
             self.run_a_little()
 
     def run_all(self) -> None:
-        """Until nothing is left."""
         while any(stream.work for stream in self._streams):
             self.run_a_little()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> np.ndarray:
-        """Poisoned memory."""
         memory = np.full(nbytes + 64, _POISON, np.uint8)
         self._all_memory.append(memory)
         start = -memory.ctypes.data % 64
@@ -276,7 +266,6 @@ class Device:
         self._transfers.append(transfer)
 
     def stream_at(self, ptr: int) -> Stream:
-        """The stream of that number."""
         return next(stream for stream in self._streams if stream.ptr == ptr)
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from mpistrat.core.install import pip_extra
 
@@ -141,15 +142,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts, while they exist."""
-
     names: tuple[str, ...]  # Their names, as they call themselves and each other.
     directory: Path  # What they are made of; scripts, among others.
     _first_process: int
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where they reach each other."""
         return _addresses(len(self.names))
 
     def run(self, ranks_per_host: Sequence[int], command: Sequence[str], *, env: Mapping[str, str] | None = None,
@@ -213,7 +211,6 @@ class Hosts:
 
     def _mpirun(self, ranks_per_host: Sequence[int], command: Sequence[str], env: Mapping[str, str],
                 map_by: str = "slot", mpirun_args: Sequence[str] = ()) -> list[str]:
-        """The command line of mpirun."""
         mpirun = find_mpirun()
         assert mpirun is not None
         passed = [name for name in ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL",
@@ -263,16 +260,16 @@ def _addresses(count: int) -> tuple[str, ...]:
 
 
 def two_hosts(link: Link | None = None) -> contextlib.AbstractContextManager[Hosts]:
-    """Two hosts, for as long as the context lasts, joined by a cable, or by a `link` where `can_make_links()`.
-
-    `why_not()` must have returned None.
-    """
+    """Two hosts, for as long as the context lasts, joined by a cable, or by a `link`. Skips the test without them."""
     return several_hosts(2, link)
 
 
 @contextlib.contextmanager
 def several_hosts(count: int, link: Link | None = None) -> Iterator[Hosts]:
     """As two_hosts, for two to four hosts; more than two have no `link`."""
+    reason = why_not()
+    if reason or (link is not None and not _TAP.exists()):
+        pytest.skip(reason or f"a poor link needs TAP devices ({_TAP})")
     token = uuid.uuid4().hex[:6]
     names = tuple(f"{number}-{token}" for number in ("first", "second", "third", "fourth")[:count])
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as text:
@@ -302,11 +299,6 @@ def several_hosts(count: int, link: Link | None = None) -> Iterator[Hosts]:
                 world.wait()
             world.stdout.close()
             world.stderr.close()
-
-
-def can_make_links() -> bool:
-    """Whether this machine has what a Link is made of."""
-    return _TAP.exists()
 
 
 @functools.cache

@@ -102,7 +102,6 @@ def wire(network: Network, hosts: int, nbytes: float) -> float:
 
 
 def rows(network: Network, sizes: tuple[float, ...], counts: tuple[int, ...]) -> Iterator[str]:
-    """Rows of a table in Markdown, in milliseconds."""
     for nbytes in sizes:
         for hosts in counts:
             takes = [wire(network, hosts, nbytes), direct(network, hosts, nbytes),

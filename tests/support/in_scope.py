@@ -29,8 +29,6 @@ _OUTCOMES = ["passed", "skipped", "failed"]
 
 @dataclass(frozen=True)
 class End:
-    """How a test has ended."""
-
     test: str  # Its id, from the root directory.
     outcome: str = "hangs"  # Or passed, failed, skipped; what any rank has, the worst of all ranks'.
     seconds: float = 0.0

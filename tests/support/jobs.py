@@ -29,8 +29,6 @@ started: list[str] = []  # the jobs so far
 
 @dataclass(frozen=True)
 class Finished:
-    """What a job left."""
-
     code: int  # Its exit code.
     output: str  # Everything it printed, stdout and stderr together.
     seconds: float  # How long it took.
@@ -150,7 +148,6 @@ def _content(file: IO[bytes]) -> str:
 
 
 def _print_stacks(job: str) -> None:
-    """Have every Python process of a job print its stacks and end."""
     ranks = processes_of(job, "python")
     launchers = [process for process in processes_of(job) if process not in ranks]
     for launcher in launchers:
@@ -200,7 +197,6 @@ def living_after(job: str, patience_s: float, named: str = "") -> tuple[int, ...
 
 
 def wait_until(condition: Callable[[], object], limit_s: float) -> None:
-    """Return when the condition holds; fail after the limit."""
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, f"not so after {limit_s} s"

@@ -12,8 +12,6 @@ from mpistrat.api import runtime
 
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """Settings to train with."""
-
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)  # Environment variables, set on all ranks.
     # The host of each of the first ranks, one letter for each; the other ranks are on the last one. "": the ranks are
@@ -21,7 +19,6 @@ class Leg:
     hosts: str = ""
 
     def host_of(self, size: int) -> tuple[str, ...]:
-        """The host of each of `size` ranks."""
         return tuple(f"host {letter}" for letter in (self.hosts + self.hosts[-1] * size)[:size])
 
 

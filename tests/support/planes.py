@@ -8,7 +8,6 @@ from mpistrat.transport.mpi.requests import PeerWait
 
 
 def hosts_of_one_rank() -> Topology:
-    """All ranks, each on a host of its own."""
     return Topology(MPI.COMM_WORLD.Get_rank(), tuple(f"host{r}" for r in range(MPI.COMM_WORLD.Get_size())))
 
 

@@ -16,8 +16,6 @@ from .jobs import Finished
 
 @dataclass(frozen=True)
 class Line:
-    """A script, and how it is started."""
-
     ranks: int  # How many ranks run it; 1 is a process without mpirun.
     words: str  # Variables of the environment, the path of the script from the root of the checkout, its arguments.
     # Variables of the environment with which its job starts. Only lines that have the same share a job.
@@ -30,8 +28,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a script has ended."""
-
     error: tuple[str, ...]  # Of each rank: the text or code that it has given to sys.exit; "" if it has ended well.
     output: tuple[str, ...]  # Of each rank: what it has printed to stdout.
     # Of each rank: which global names of the script hold variables, and whether all ranks have the same bits.
@@ -46,7 +42,6 @@ class Ran:
 
 
 def lines_of(item: pytest.Item) -> Iterator[Line]:
-    """The scripts that a test needs."""
     if not hasattr(item, "callspec"):
         return
     for value in item.callspec.params.values():

@@ -34,8 +34,6 @@ def device_in(net: str, name: str) -> int:
 
 
 class Direction:
-    """One way of the link."""
-
     def __init__(self, source: int, target: int, delay_s: float, loss: float, bits_per_s: float):
         self._source, self._target = source, target
         self._delay_s, self._loss, self._bits_per_s = delay_s, loss, bits_per_s
@@ -44,7 +42,6 @@ class Direction:
         self._free_at = 0.0  # when the wire has room for another packet
 
     def take(self) -> None:
-        """Take all packets that have come."""
         while True:
             try:
                 packet = os.read(self._source, _PACKET_BYTES)
@@ -73,7 +70,6 @@ class Direction:
 
 
 def main() -> None:
-    """Pass packets on until this process is killed."""
     first, second, name, *weather = sys.argv[1:]
     devices = [device_in(net, name) for net in (first, second)]
     directions = [Direction(source, target, *map(float, weather)) for source, target in (devices, devices[::-1])]

@@ -83,7 +83,6 @@ def start(seconds: float, names: Sequence[str]) -> "subprocess.Popen[str]":
 
 
 def main(seconds: float, names: Sequence[str]) -> None:
-    """Attack for so long."""
     become_nobody()
     print("ready", flush=True)
     taken: Counter[str] = Counter()

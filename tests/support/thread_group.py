@@ -14,8 +14,6 @@ from mpistrat.transport.shm.segment import ASLEEP, HostMemory, SharedMemoryAgree
 
 
 class ThreadControl(LocalControl):
-    """Messages among the threads of a ThreadGroup."""
-
     def __init__(self, group: "ThreadGroup", rank: int):
         self._group, self._rank, self._wake_up = group, rank, group.wake_events[rank]
 
@@ -36,7 +34,6 @@ class ThreadData(LocalData):
         self._group, self._rank = group, rank
 
     def _exchange(self, array: np.ndarray) -> list[np.ndarray]:
-        """A copy of every rank's array."""
         group = self._group
         group.arrays[self._rank] = array
         group.barrier.wait()
@@ -65,9 +62,7 @@ class ThreadData(LocalData):
 
 
 class ThreadGroup:
-    """`size` ranks in one process; a single one has the backends of a job of one rank.
-
-    Rank r uses `control(r)`, `data(r)` and `agreement(r)`, each rank in its own thread.
+    """`size` ranks in one process, each in a thread; a single one has the backends of a job of one rank.
 
     `timeout_s`: Seconds in a barrier after which a collective fails with BrokenBarrierError, so that no test hangs.
     """
@@ -81,15 +76,12 @@ class ThreadGroup:
         self._block = mmap.mmap(-1, HostMemory.size_for(size, 0))
 
     def control(self, rank: int) -> LocalControl:
-        """The control plane of one rank."""
         return ThreadControl(self, rank) if self.size > 1 else LocalControl()
 
     def data(self, rank: int) -> LocalData:
-        """The data plane of one rank."""
         return ThreadData(self, rank) if self.size > 1 else LocalData()
 
     def agreement(self, rank: int) -> SharedMemoryAgreement:
-        """The agreement rounds of one rank."""
         memory = HostMemory(self._block, rank, range(self.size))
         memory.post(1, ASLEEP)  # Its events keep a wake-up, whether it sleeps or not.
         return SharedMemoryAgreement(memory, lambda other: self.wake_events[other].set())

@@ -25,10 +25,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Device:
-    """In place of mpistrat.gpu.device.Device. Times are in seconds.
-
-    `collective_s`: How long an all-reduce takes.
-    """
+    """In place of mpistrat.gpu.device.Device. An all-reduce takes `collective_s`; all times are in seconds."""
 
     identity, checked_bytes = "virtual", 64
 
@@ -94,13 +91,7 @@ class _Event:
 
 
 class Step:
-    """A step of one rank, whose host enqueues one thing after the other.
-
-    Args:
-        collective_s: How long the all-reduce of a bucket takes.
-        host_s: How long the host takes to enqueue a kernel.
-        agreement_s: How long after its submission a bucket is enqueued.
-    """
+    """A step of one rank. The host enqueues one thing after the other, a bucket `agreement_s` after its submission."""
 
     def __init__(self, collective_s: float, host_s: float, agreement_s: float):
         self.device, self._host_s, self._agreement_s = Device(collective_s), host_s, agreement_s
@@ -119,7 +110,6 @@ class Step:
         self._agreed: list[tuple[float, Entry]] = []
 
     def kernel(self, seconds: float) -> None:
-        """Enqueue a kernel on the compute stream."""
         self._go_on(self.device.now + self._host_s)
         self.device.run(self.compute, seconds)
 

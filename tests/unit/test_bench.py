@@ -94,7 +94,6 @@ def test_a_slow_machine_repeats_a_case_less_often(monkeypatch: pytest.MonkeyPatc
 
 
 def figures(*points: Point, path: Path) -> Any:
-    """The figure that a plot draws."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyplot, "close", lambda figure: None)
@@ -153,14 +152,11 @@ def test_a_row_is_printed_once_measured(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 class Terminal(io.StringIO):
-    """A stand-in for stdout of a terminal."""
-
     def isatty(self) -> bool:
         return True
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Let this process run in a terminal, without a launcher."""
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout", found := Terminal())
     monkeypatch.setattr(bench, "launcher_here", lambda environ: None)

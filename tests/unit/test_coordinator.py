@@ -277,7 +277,6 @@ class Cost(NamedTuple):
 
 @cache
 def costs(size: int) -> list[Cost]:
-    """The cost of each of four steps of the same tensors."""
     job = Job(size)
     requests = [allreduce(f"gradient.{i}", 3) for i in range(TENSORS)]
     steps = []
@@ -326,14 +325,10 @@ A = allreduce("a", 3)
 @pytest.mark.parametrize(("odd", "text"), [
     ({"kind": CollectiveType.BROADCAST}, "kind of collective: allreduce on ranks [0, 1]; broadcast on ranks [2]"),
     ({"tensors": A.tensors * 2}, "number of tensors: 1 on ranks [0, 1]; 2 on ranks [2]"),
-    ({"tensors": ()}, "number of tensors: 1 on ranks [0, 1]; 0 on ranks [2]"),
     ({"tensors": (TensorSpec("float64", (3,)),)}, "dtype: float32 on ranks [0, 1]; float64 on ranks [2]"),
-    ({"tensors": (TensorSpec("float32", (3, 1)),)}, "shape: (3,) on ranks [0, 1]; (3, 1) on ranks [2]"),
     ({"tensors": (TensorSpec("float32", ()),)}, "shape: (3,) on ranks [0, 1]; () on ranks [2]"),
-    ({"scaled": ScaledOp(ReduceOp.SUM, 0.5)},
-     "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (0.5, 1.0) on ranks [2]"),
-    ({"scaled": ScaledOp(ReduceOp.SUM, 1.0, 2.0)},
-     "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (1.0, 2.0) on ranks [2]"),
+    ({"scaled": ScaledOp(ReduceOp.SUM, 0.5, 2.0)},
+     "prescale and postscale factors: (1.0, 1.0) on ranks [0, 1]; (0.5, 2.0) on ranks [2]"),
     ({"scaled": ScaledOp(ReduceOp.MAX)}, "reduce operation: Sum on ranks [0, 1]; Max on ranks [2]"),
     ({"root_rank": 1}, "root rank: 0 on ranks [0, 1]; 1 on ranks [2]"),
     ({"device": "gpu"}, "device: cpu on ranks [0, 1]; gpu on ranks [2]"),
@@ -801,7 +796,6 @@ def joined_job(size: int, *ranks: int) -> Job:
 
 
 def absent_ranks(job: Job) -> list[tuple[int, ...]]:
-    """The ranks that were absent from each collective, in order."""
     return [ranks for decision, _ in job.decisions for ranks in decision.absent]
 
 

@@ -80,7 +80,6 @@ TWO = Topology(1, ("a", "a", "b"))
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[set[int]]:
-    """The CPUs that this rank takes."""
     found: list[set[int]] = []
     monkeypatch.setattr(cores, "take", lambda cpus: found.append(set(cpus)))
     caplog.set_level(logging.DEBUG, "mpistrat")

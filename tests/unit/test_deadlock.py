@@ -25,7 +25,6 @@ class QuietJob(Job):
         self.latest_s = DEADLOCK_S + 3.5 * (depth_of(size - 1) - 1)
 
     def is_deadlock(self, quiet_s: float) -> bool:
-        """Whether rank 0 decides so."""
         _, decision = self.nodes[0].advance(self.now, quiet_s)
         return decision is not None and decision.end is EndReason.DEADLOCK
 

@@ -64,7 +64,6 @@ def anchors(page: Path) -> set[str]:
 
 @cache
 def extras() -> dict[str, str]:
-    """What each extra of the package requires."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     return dict(config["options.extras_require"])

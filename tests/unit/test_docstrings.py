@@ -64,7 +64,6 @@ def private_classes() -> set[str]:
 
 
 def problems_of(text: str) -> list[str]:
-    """What is wrong with a public docstring."""
     if not text:
         return ["it is missing"]
     known = {full.rsplit(".", 1)[-1] for full in public()}
@@ -87,7 +86,6 @@ MOST_STAR_PARAMETERS = 30
 
 
 def is_any(annotation: ast.expr | None) -> bool:
-    """Whether it is a bare Any, quoted or not."""
     return annotation is not None and ast.unparse(annotation).strip("'\"").rpartition(".")[2] == "Any"
 
 

@@ -33,11 +33,9 @@ STEPS_OF_JOB = 300  # committed steps after which the ranks end
 
 @dataclass
 class SimulatedRank:
-    """A rank of the simulation. Its process number is its line to the agent."""
-
     host: str
     rank: int
-    pid: int
+    pid: int  # and its line to the agent
     generation: int
     must_leave: bool = False
 
@@ -121,7 +119,6 @@ class World:
                 number += 1
 
     def connect(self, host: SimulatedHost) -> None:
-        """The agent of a host connects to the supervisor."""
         host.has_line, host.heard, unsent, host.unsent = True, self.now, host.unsent, []
         self.plan.agent_found(host.name)
         for message in unsent:
@@ -598,7 +595,6 @@ def a_agent(rank: int = 0) -> AgentState:
 
 
 def told(actions: list[AgentAction]) -> list[tuple[object, str]]:
-    """To whom what kind of message is sent."""
     return [(action.to, action.message["kind"]) for action in actions if isinstance(action, Tell)]
 
 
@@ -777,8 +773,7 @@ def test_a_generation_that_was_to_leave_is_followed_at_once_by_the_next() -> Non
 
 
 def after_a_cut(limits: Limits, kept: str = "", own: str = "login") -> Plan:
-    """A plan whose first generation has committed on `a` and `b`, and whose links to hosts that are not `kept` are cut.
-    """
+    """A plan whose first generation has committed on `a` and `b`; the links to those that are not `kept` are cut."""
     job = Plan(limits, 0.0, own=[own])
     job.hosts_found({"a": 2, "b": 2}, 0.0)
     job.tick(0.0)

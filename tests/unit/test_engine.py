@@ -94,17 +94,6 @@ def test_a_mismatch_fails_the_handle_on_every_rank_and_nothing_else() -> None:
     assert all(handle.is_done for handle in again)
 
 
-def test_when_all_ranks_have_announced_their_end_the_engine_ends() -> None:
-    job = ByHand(3)
-    for engine in job.engines:
-        engine.announce_end()
-    job.settle()
-    for engine in job.engines:
-        assert engine.controller.life.error is None
-        with pytest.raises(ShutdownError):
-            submit_barrier(engine, "a")
-
-
 def test_an_engine_that_is_abandoned_fails_what_is_pending_and_all_that_comes() -> None:
     job = ByHand(3)
     pending = submit_barrier(job.engines[1], "a")
@@ -214,8 +203,6 @@ def test_an_abandoned_engine_waits_for_nobody() -> None:
     engine.abandon("ranks [1] have died")
     engine.end()
     assert pending.is_done
-
-
 
 
 def test_the_end_waits_for_the_thread_also_when_the_engine_has_ended_before() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.core.errors import SettingsError, ShutdownError
+from mpistrat.core.errors import SettingsError
 from mpistrat.process.error_text import ErrorText, describe, is_users, split_message
 
 # TensorFlow's texts, shortened in the number of frames only.
@@ -82,7 +82,6 @@ def error_of(text: str, name: str = "InvalidArgumentError", module: str = "tenso
 @pytest.mark.parametrize(("error", "message"), [
     (ValueError("one\ntwo"), "ValueError: one\ntwo"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
-    (ShutdownError("text"), "mpistrat.core.errors.ShutdownError: text"),
     (SettingsError("first\nsecond"), "mpistrat.core.errors.SettingsError: first\nsecond"),
     (error_of(STALLED), f"mpistrat.core.errors.{STALL}"),
     (error_of(USERS_FUNCTION), "ValueError: bad record\nin file 3"),
@@ -99,7 +98,6 @@ def test_the_message_is_whole_and_has_no_stack(error: BaseException, message: st
 
 
 def raised(path: Path, source: str) -> ErrorText:
-    """What is printed of the exception that a script raises."""
     path.write_text(source)
     try:
         exec(compile(source, str(path), "exec"), {"__name__": "script"})

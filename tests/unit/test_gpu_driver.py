@@ -39,7 +39,6 @@ class Library:
         return self.status
 
     def select(self) -> None:
-        """What cudaSetDevice does."""
         self.calls.append("select")
         self.current = OWN
 

@@ -163,7 +163,6 @@ def test_a_rank_that_ends_before_it_has_taken_all_is_named() -> None:
 
 
 def connected(invitation: Invitation) -> socket.socket:
-    """A connection to who listens under that name."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect("\0" + invitation.name)
     return line

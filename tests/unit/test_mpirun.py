@@ -106,10 +106,8 @@ def test_host_list(mpirun, expected) -> None:
 
 
 @pytest.mark.parametrize("mpirun, name, expected", [
-    (OMPI, "openmpi.txt", "--hostfile {path}"),
     (OMPI, "mpich.txt", "-H node1:4,node2:4"),
     (HYDRA, "openmpi.txt", "-hosts node1:4,node2:4"),
-    (HYDRA, "mpich.txt", "-f {path}"),
     (INTEL, "mpich.txt", "-machinefile {path}"),
 ])
 def test_a_hostfile_of_the_other_mpi_is_translated(mpirun, name, expected) -> None:

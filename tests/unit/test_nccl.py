@@ -33,8 +33,6 @@ SUM = OPERATIONS[ReduceOp.SUM]
 
 
 class Job:
-    """A plane over one rank."""
-
     def __init__(self, streams: int = 1, buffer_bytes: int = 2**16, size: int = 1, version: int = AVERAGES_FROM):
         self.device = Device()
         buffers = [[self.device.scratch(buffer_bytes) for _ in range(2)] for _ in range(streams)]

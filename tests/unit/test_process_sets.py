@@ -22,7 +22,6 @@ from ..support.engines import make_engine
 @pytest.mark.parametrize("lists, from_comm, text", [
     ([[(0, 1)], [(0, 1)], [(0, 1)]], [False], ""),
     ([[(0, 1)], [(0, 1)], [(0, 2)]], [False], "[0, 1] on ranks [0, 1]; [0, 2] on ranks [2]"),
-    ([[(0,)], [(1,)], [(2,)]], [False], "[0] on ranks [0]; [1] on ranks [1]; [2] on ranks [2]"),
     ([[(0, 2)], [(1,)], [(0, 2)]], [True], ""),
     ([[(0, 1)], [(1,)], [(0, 2)]], [True], "disagree"),
     ([[(0, 1)], [], [(0, 1)]], [False], "different numbers of process sets: 1 on ranks [0, 2]; 0 on ranks [1]"),

@@ -77,7 +77,6 @@ def test_the_thread_that_asks_may_be_in_a_collective_of_the_user() -> None:
 
 
 def line_of(text: str) -> int:
-    """The number of the first line of this file with a text."""
     with open(__file__, encoding="utf-8") as file:
         return next(number for number, line in enumerate(file, 1) if text in line)
 

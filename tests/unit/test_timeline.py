@@ -649,10 +649,6 @@ def test_the_newest_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in tmp_path.glob(".mpistrat/*.json")} == {written, *(f"{n}.json" for n in range(5, 14))}
 
 
-def refused_by_the_file_system(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/proc/self")
-
-
 def without_its_working_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path / "gone").mkdir()
     monkeypatch.chdir(path / "gone")
@@ -663,31 +659,21 @@ def read_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a read-only mount unlink fails in this way also if there is no file.
     for owner, name in (os, "open"), (os, "unlink"), (Path, "unlink"):
         monkeypatch.setattr(owner, name, Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    monkeypatch.chdir(path)
-
-
-def with_a_file_in_the_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path / ".mpistrat").touch()
-    monkeypatch.chdir(path)
-
-
-def with_a_link_in_the_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path / "elsewhere").mkdir()
-    (path / ".mpistrat").symlink_to(path / "elsewhere")
-    monkeypatch.chdir(path)
 
 
 def where_others_may_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path / ".mpistrat").mkdir()
     (path / ".mpistrat").chmod(0o777)
-    monkeypatch.chdir(path)
 
 
-@pytest.mark.parametrize("prepare", [refused_by_the_file_system, without_its_working_directory, read_only,
-                                     with_a_file_in_the_place, with_a_link_in_the_place, where_others_may_write])
+@pytest.mark.parametrize("prepare", [
+    without_its_working_directory, read_only, where_others_may_write,
+    lambda path, monkeypatch: monkeypatch.chdir("/proc/self"), lambda path, _: (path / ".mpistrat").touch(),
+    lambda path, _: (path / ".mpistrat").symlink_to(path)], ids=["gone", "read-only", "open", "/proc", "file", "link"])
 def test_a_directory_that_cannot_be_written_is_a_sentence(
         prepare: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
+        patched.chdir(tmp_path)
         prepare(tmp_path, patched)
         sentence = last.save([told(1, [record(1, 1)])])
     assert sentence.startswith("the last operations of ranks [1] are not written: ")

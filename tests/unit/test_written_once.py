@@ -117,7 +117,6 @@ HOSTS = [(0, 1), (0, 1), (2, 3), (2, 3)]
 @pytest.mark.parametrize(("paths", "sees_file", "expected"), [
     (["a", "a", "a", "a"], True, []),
     (["a", "a", "a", "a"], False, [2]),
-    (["a", "b", "c", "d"], False, [1, 2, 3]),
     (["a", "b", "b", "b"], False, [1]),
     (["a", "a", "b", "a"], False, [2, 3]),
 ])

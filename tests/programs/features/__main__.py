@@ -113,7 +113,6 @@ def ended_when_it_hangs() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """How an error begins, as one line that fits into a cell."""
     if isinstance(error, AssertionError):
         return "another result"
     # An error in a graph comes with the stack of where the graph was made, and Keras colours what it says.
@@ -130,7 +129,6 @@ def describe(error: BaseException) -> str:
 
 
 def cells_of(column: Column, names: list[str]) -> dict[str, str]:
-    """What becomes of each feature in a column."""
     cells: dict[str, str] = {}
     while left := [name for name in names if name not in cells]:
         output = run(column, left).output
@@ -156,7 +154,6 @@ def run(column: Column, names: list[str]) -> Finished:
 
 
 def table(cells: dict[str, dict[str, str]], names: list[str]) -> str:
-    """The Markdown of all groups."""
     titles = list(cells)
     lines, group = [], ""
     for name in names:

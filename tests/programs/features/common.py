@@ -12,15 +12,12 @@ import mpistrat
 
 @dataclass(frozen=True)
 class World:
-    """Where a feature is tried."""
-
     strategy: tf.distribute.Strategy  # With one or more replicas in each process.
     rank: int  # This process, from 0.
     directory: str  # That all processes see, empty at first.
 
     @property
     def replicas(self) -> int:
-        """How many there are in all processes."""
         return self.strategy.num_replicas_in_sync
 
 
@@ -44,7 +41,6 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(group: str, title: str) -> Callable[[Program], Program]:
-    """Puts a program into the list."""
     def register(program: Program) -> Program:
         assert program.__name__ not in FEATURES, program.__name__
         FEATURES[program.__name__] = Feature(group, title, program)
@@ -59,7 +55,6 @@ def per_replica(world: World, function: Callable[[int], Any]) -> Any:
 
 
 def local_values(world: World, value: Any) -> list[np.ndarray]:
-    """The values of the replicas of this process."""
     return [np.asarray(v) for v in world.strategy.experimental_local_results(value)]
 
 
@@ -74,13 +69,12 @@ def assert_equal_on_all(arrays: Sequence[Any]) -> None:
     assert all(other == everybody[0] for other in everybody), "not the same bits in all processes"
 
 
-def assert_close(values: Sequence[Any], expected: Sequence[Any], atol: float = 1e-5) -> None:
+def assert_close(values: Sequence[Any], expected: Sequence[Any], atol: float = 1e-5, rtol: float = 0.0) -> None:
     for value, other in zip(values, expected, strict=True):
-        np.testing.assert_allclose(value, other, rtol=0, atol=atol)
+        np.testing.assert_allclose(value, other, rtol=rtol, atol=atol)
 
 
 def in_replica() -> tf.distribute.ReplicaContext:
-    """The replica that calls this."""
     return tf.distribute.get_replica_context()
 
 

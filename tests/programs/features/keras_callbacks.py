@@ -95,8 +95,6 @@ def weights_checkpoint(world: World) -> None:
 
 
 class Interruption(keras.callbacks.Callback):
-    """Ends fit at the beginning of the third epoch."""
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 2:
             raise InterruptedError

@@ -65,8 +65,6 @@ def fit_generator(world: World) -> None:
 
 
 class Batches(keras.utils.PyDataset):
-    """The global batches of points()."""
-
     def __len__(self) -> int:
         return ROWS // BATCH
 

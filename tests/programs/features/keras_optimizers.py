@@ -102,8 +102,6 @@ def embedding(world: World) -> None:
 @feature(GROUP, "A gradient that is `None`")
 def no_gradient(world: World) -> None:
     class Unused(keras.layers.Layer):
-        """Has a weight that no loss depends on."""
-
         def build(self, shape: Any) -> None:
             self.unused = self.add_weight(shape=(2,), name="unused")
 

@@ -74,8 +74,6 @@ def summed_loss(world: World) -> None:
 
 
 class Penalty(keras.layers.Layer):
-    """Adds a loss of its input's size."""
-
     def call(self, inputs: Any) -> Any:
         self.add_loss(0.01 * keras.ops.mean(inputs ** 2))
         return inputs

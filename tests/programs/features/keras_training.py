@@ -54,17 +54,7 @@ def assert_same_training(model: Any, reference: Any, ours: Any, expected: Any, a
 
 def trains_as_one_process(world: World, make: Callable = compiled, *, rows: int = ROWS, data: Any = None,
                           atol: float = 1e-5, callbacks: Callable = list, **arguments: Any) -> tuple[Any, Any]:
-    """Fit both models and compare; both models.
-
-    Args:
-        world: Where.
-        make: Makes and compiles a model.
-        rows: How many of points() are the data, unless `data` is given.
-        data: (x, y), anything that fit takes as such.
-        atol: How far weights and logs may be apart.
-        callbacks: Makes the callbacks of a fit.
-        arguments: More for fit.
-    """
+    """Fit both models and compare; both models. The data are `rows` of points(), unless `data` is given."""
     model, reference = both(world.strategy, world.rank, make)
     fit_both(world.strategy, model, reference, rows=rows, data=data, atol=atol, callbacks=callbacks, **arguments)
     return model, reference

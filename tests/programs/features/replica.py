@@ -16,7 +16,6 @@ def _total(replicas: int) -> float:
 
 
 def _run(world: World, step: Any, *args: Any) -> list[np.ndarray]:
-    """What `step` returns on the replicas of this process."""
     return local_values(world, tf.function(lambda *a: world.strategy.run(step, args=a))(*args))
 
 

@@ -57,11 +57,9 @@ class Call:
 class Calls:
     """The calls of a piece on one rank.
 
-    Args:
-        number: Of the piece, from which the calls are drawn.
-        sets: The ranks of each process set, of which the first are all.
-        steps: How many steps each rank makes. It then joins, if the numbers differ.
-        has_anonymous: Some calls have one name for all threads.
+    `sets`: The ranks of each process set, of which the first are all.
+    `steps`: How many steps each rank makes. It then joins, if the numbers differ.
+    `has_anonymous`: Some calls have one name for all threads.
     """
 
     def __init__(self, number: int, sets: Sequence[tuple[int, ...]], steps: Sequence[int], has_anonymous: bool):
@@ -211,7 +209,6 @@ class Calls:
 
 
 def splits_of(call: Call, step: int, rank: int) -> np.ndarray:
-    """How many rows a rank sends to each member."""
     generator = np.random.default_rng([step, call.number, rank])
     if call.kind == "alltoall":
         return np.full(len(call.members), generator.integers(0, 3), np.int32)
@@ -219,7 +216,6 @@ def splits_of(call: Call, step: int, rank: int) -> np.ndarray:
 
 
 def values_of(call: Call, step: int, rank: int) -> list[np.ndarray]:
-    """What a rank brings."""
     arrays = []
     for place, (name, shape) in enumerate(call.arrays):
         generator = np.random.default_rng([step, call.number, place, rank])

@@ -165,8 +165,6 @@ class Part(Graphs):
 
 
 class Rank:
-    """Runs programs on one rank."""
-
     def __init__(self, members: Sequence[tuple[int, ...]]):
         self.rank, self.size = hvd.rank(), hvd.size()
         self._members = members

@@ -34,7 +34,6 @@ class Piece:
 
     @property
     def threshold(self) -> int:
-        """Of a branch."""
         return 3 + self.number % 12
 
     @property
@@ -55,7 +54,6 @@ def drawn(choose: random.Random, kinds: Sequence[str], depth: int) -> tuple[Piec
 
 
 def every(whole: Sequence[Piece]) -> Iterator[Piece]:
-    """All pieces in a program."""
     for piece in whole:
         yield piece
         yield from every(piece.inner + piece.other)
@@ -163,8 +161,6 @@ def rows_of(piece: Piece, x: np.ndarray, world: World) -> tuple[np.ndarray, Pull
 
 
 class Graphs:
-    """Makes the graph of a program on one rank."""
-
     most_iterations: int | None = None  # XLA needs it for the gradient of a loop.
 
     def __init__(self) -> None:

@@ -23,8 +23,6 @@ KINDS = ("sum", "largest", "weighted", "gather", "grouped", "broadcast", *("bran
 
 
 class InSession(Graphs):
-    """In the graph of a session."""
-
     def name(self, name: str) -> None:
         return None
 
@@ -34,7 +32,6 @@ class InSession(Graphs):
 
 
 def check_graph(number: int, place: int) -> None:
-    """Build a graph, run it several times, and compare."""
     rank, size = hvd.rank(), hvd.size()
     chooser, own = random.Random(f"{number}/{place}"), random.Random(f"{number}/{place}/{rank}")
     programs = [drawn(chooser, KINDS, 2) for _ in range(RESULTS)]
@@ -55,7 +52,6 @@ def check_graph(number: int, place: int) -> None:
 
 
 def run(number: int, options: frozenset[str]) -> None:
-    """Run the graphs of the program of that number."""
     chooser = random.Random(number)
     (v1.enable_control_flow_v2 if chooser.random() < 0.5 else v1.disable_control_flow_v2)()
     try:
@@ -65,7 +61,6 @@ def run(number: int, options: frozenset[str]) -> None:
 
 
 def check_graphs(number: int, count: int) -> None:
-    """One in this thread, or several in threads of their own."""
     if count == 1:
         check_graph(number, 0)
         return

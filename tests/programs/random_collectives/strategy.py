@@ -75,7 +75,6 @@ def with_gradient(whole: Sequence[Piece], graphs: OfStrategy
 
 
 def program_of(function: Callable, number: int, graphs: OfStrategy) -> Callable:
-    """The function that runs a program in the replica of this rank."""
     strategy = MPIStrategy()
     if not graphs.is_compiled or (number % 3 == 2 and not graphs.has_gradients):
         return tf.function(lambda *inputs: strategy.run(function, args=inputs))
@@ -86,7 +85,6 @@ def program_of(function: Callable, number: int, graphs: OfStrategy) -> Callable:
 
 
 def run(number: int, options: frozenset[str]) -> None:
-    """Run the program of that number on several inputs."""
     rank, size, graphs = hvd.rank(), hvd.size(), OfStrategy(options)
     # XLA has no gradient of a loop in a branch.
     depth = 1 if {"compiled", "gradients"} <= options else 2
