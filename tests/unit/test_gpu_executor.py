@@ -323,7 +323,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     device = Device()
     check_waiting(device, cast("GpuArray", device.scratch(1)))  # It is too small.
     monkeypatch.setattr(gpu_executor, "check_waiting", Mock(side_effect=EngineError("too early")))
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", gpu_executor.__name__)
     job = Job()
     handle = job.submit("a", np.ones(3))
     job.engine.controller.run_cycle()
