@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -188,9 +189,20 @@ def where() -> str:
 
 
 def main_line() -> str:
-    """Return the line of the user's code in which the main thread is, or "" if it is in no such code."""
+    """Return the line of the user's code in which the main thread is, or "" if it is in no such code.
+
+    The tracer calls this each second. Python 3.13.0 has crashed in faulthandler, which reads the states of threads that
+    may end meanwhile (https://github.com/python/cpython/issues/116008). From 3.12 on no garbage collection can begin
+    while frame objects are made, so there the frames are walked.
+    """
     main = threading.main_thread().ident
-    frames = [frame for ident, frames in _stacks()[0] if ident == main for frame in _users(frames)]
+    if sys.version_info < (3, 12):
+        stack = next((frames for ident, frames in _stacks()[0] if ident == main), [])
+    else:
+        innermost = sys._current_frames().get(main or 0)
+        walked = islice(traceback.walk_stack(innermost), 100) if innermost else ()
+        stack = [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked][::-1]
+    frames = _users(stack)
     if not frames:
         return ""
     file, line, name = frames[-1]
