@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,9 @@ class LifeCycle:
     """Ends the engine of one rank."""
 
     def __init__(self, controller: "Controller", interruption: Interruption):
-        self._controller, self._control, self._coordinator = controller, controller.control, controller._coordinator
+        # The controller refers to this object. A cycle would keep all memory of the engine after a recovery.
+        self._controller: Controller = weakref.proxy(controller)
+        self._control, self._coordinator = controller.control, controller._coordinator
         self._executor, self._queue, self._interruption = controller.executor, controller.queue, interruption
         self.ended = threading.Event()  # Set when there are no more cycles.
         self.error: Exception | None = None  # The error that ended the engine; None after a shutdown on all ranks.
