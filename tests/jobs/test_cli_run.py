@@ -251,8 +251,8 @@ def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, 
 def test_doctor_names_a_host_that_does_not_answer(silent: dict[str, str]) -> None:
     job = mpistrat("doctor", "-np", "2", "-H", "node9:2", env=silent)
     assert (job.code, job.left) == (1, ()), job.output
-    problem, _, remedy = NO_ANSWER.partition(" Is it")
-    assert f"failure: {problem}\n  Is it{remedy}\n" in job.output, job.output
+    problem, _, remedy = NO_ANSWER.partition(" Check")
+    assert f"failure: {problem}\n  Check{remedy}\n" in job.output, job.output
 
 
 def test_wrong_input_ends_with_code_2() -> None:
