@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,8 +70,8 @@ class LifeCycle:
     """Ends the engine of one rank."""
 
     def __init__(self, controller: "Controller", interruption: Interruption):
-        # The controller refers to this object. A cycle would keep all memory of the engine after a recovery.
-        self._controller: Controller = weakref.proxy(controller)
+        # Not the controller, which refers to this object: a cycle would keep an engine's memory after a recovery.
+        self._rank, self._clock, self._fast_path = controller.topology.job_rank, controller.clock, controller._fast_path
         self._control, self._coordinator = controller.control, controller._coordinator
         self._executor, self._queue, self._interruption = controller.executor, controller.queue, interruption
         self.ended = threading.Event()  # Set when there are no more cycles.
@@ -119,7 +118,7 @@ class LifeCycle:
             error = EngineError(cause or str(error))
         elif not isinstance(error, StallError):
             where = "".join(traceback.format_exception(error)).strip()
-            error = EngineError(f"The engine of rank {self._controller.topology.job_rank} failed: {error!r}\n{where}")
+            error = EngineError(f"The engine of rank {self._rank} failed: {error!r}\n{where}")
         self._executor.data.abandon(isinstance(error, StallError))
         self._send_failure(error)
         self._end(error, is_shutdown=False)
@@ -141,7 +140,7 @@ class LifeCycle:
         try:
             text, is_stall, coordinator = str(error), isinstance(error, StallError), self._coordinator
             coordinator.fail(text, is_stall)
-            announcement, last = coordinator.advance(self._controller.clock())
+            announcement, last = coordinator.advance(self._clock())
             if announcement is not None:
                 self._control.send(coordinator.parent, announcement.to_bytes())  # type: ignore[arg-type]
                 # This rank will not relay the next decision of rank 0, so it sends its own decision to its children.
@@ -153,15 +152,14 @@ class LifeCycle:
             # The engine ends now, and sends nothing afterwards.
             self._control.flush(coordinator.neighbours, _LAST_MESSAGE_AFTER_STALL_S if is_stall else _LAST_MESSAGE_S)
         except Exception:  # `error` is reported in any case. This second failure goes to the log.
-            logger.debug("rank %d: the failure could not be sent to the other ranks",
-                         self._controller.topology.job_rank, exc_info=True)
+            logger.debug("rank %d: the failure could not be sent to the other ranks", self._rank, exc_info=True)
 
     def _end(self, error: EngineError, is_shutdown: bool) -> None:
         refusal = ShutdownError(SHUT_DOWN_TEXT) if is_shutdown else error
         self.error = None if is_shutdown else error
         if not is_shutdown and not isinstance(error, RanksLostError):  # After a loss the other ranks may go on.
             self._executor.observer.fail()
-        if self._controller._fast_path.is_waiting:
+        if self._fast_path.is_waiting:
             # Other ranks may execute the operation that this rank has voted for.
             self._executor.data.abandon(isinstance(error, StallError))
         if not is_shutdown:
@@ -170,7 +168,7 @@ class LifeCycle:
             if not entry.handle.is_done:
                 entry.handle.fail(refusal)
         self.ended.set()
-        logger.debug("rank %d: the engine has ended: %s", self._controller.topology.job_rank, refusal)
+        logger.debug("rank %d: the engine has ended: %s", self._rank, refusal)
         if not is_shutdown:
             self._executor.device.abandon()  # Last: the GPU may never answer.
 

@@ -73,17 +73,16 @@ class TensorQueue:
                         f"{_places(first.origin, entry.origin)}")
                 self._behind[name].append(entry)
                 return False
-            self._begin(entry)
+            if name in self.failures:
+                self._note_failures(entry)
+            self._in_flight[name] = entry
             if is_driver and not self.new:
                 return True
             self.new.append(entry)
             return False
 
-    def _begin(self, entry: Entry) -> None:
-        name = entry.request.name
-        if name in self.failures:
-            entry.request = replace(entry.request, failures=self.failures[name])
-        self._in_flight[name] = entry
+    def _note_failures(self, entry: Entry) -> None:
+        entry.request = replace(entry.request, failures=self.failures[entry.request.name])
 
     def count_failure(self, names: Iterable[str]) -> None:
         """Count the failure of an execution that submits `names`, and that has nothing in flight any more."""
@@ -155,7 +154,9 @@ class TensorQueue:
                 self._forget(name, entry.request.failures)  # The count is the same on all ranks.
             if name in self._behind:
                 following = self._behind[name].popleft()
-                self._begin(following)
+                if name in self.failures:
+                    self._note_failures(following)
+                self._in_flight[name] = following
                 self.new.append(following)
                 if not self._behind[name]:
                     del self._behind[name]
