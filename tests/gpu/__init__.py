@@ -1,1 +1,1 @@
-"""What only a machine with a GPU can show, as one command: python -m tests.gpu. See docs/testing-on-a-gpu.md."""
+"""Checks that need a machine with a GPU, run by one command: python -m tests.gpu. See docs/testing-on-a-gpu.md."""

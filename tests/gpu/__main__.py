@@ -1,9 +1,9 @@
-"""Run all parts, or those that are named, and print one summary. Ends with 1 if one has failed, with 2 if none ran.
+"""Run all parts of the checks, or the named parts, and print a summary. Exit code: 1 if a part failed, 2 if none ran.
 
     python -m tests.gpu [--into FILE] [must | may | NAME ...]
 
-must: those within five minutes that decide whether the path may be trusted. may: the others. All parts run one after
-the other without a pause; all that they print is added to FILE, behind the card, its driver and the versions.
+must: the parts that show whether the GPU path may be trusted, in five minutes. may: all other parts. The parts run one
+after the other. All output is also appended to FILE, beginning with the GPU, its driver, and the versions of packages.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""How often a training step calls CUDA to wait, to allocate and to free, counted by CUPTI.
+"""Counts, by CUPTI, how often a training step calls CUDA to wait, to allocate memory and to free memory.
 
     python -m tests.gpu.calls [arrays] [tensorflow] [tensorflow-alone]
 
-Each kind of step runs in a process of its own. The first steps, which connect and compile, are not counted.
-`tensorflow-alone` is TensorFlow's step without the averaging, for TensorFlow calls CUDA too.
+Each kind of step runs in a separate process. The first steps are not counted, because they connect and compile.
+`tensorflow-alone` averages nothing: it shows which calls TensorFlow itself makes.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ CALLS = {"waits": "synchronize", "allocations": "alloc", "frees": "free"}
 
 
 def counts_per_step(number: Mapping[str, int]) -> dict[str, float]:
-    """The calls per step, from the calls of all steps by name; a ValueError if there are none."""
+    """Return the calls per step of each kind in CALLS. `number`: All calls, by name. ValueError if it is empty."""
     if not number:
         raise ValueError("CUPTI has counted no calls of CUDA")
     return {kind: sum(count for name, count in number.items() if part in name.lower()) / STEPS
@@ -32,7 +32,7 @@ def counts_per_step(number: Mapping[str, int]) -> dict[str, float]:
 
 
 def main(kinds: Iterable[str]) -> int:
-    """Run the steps of each kind in a process of its own; returns 1 if one has failed."""
+    """Run the steps of each kind in a separate process. Return 1 if one of the processes has failed."""
     codes = [subprocess.run([sys.executable, "-m", "tests.gpu.calls", "--steps-of", kind], check=False).returncode
              for kind in kinds]
     return int(any(codes))
@@ -42,7 +42,7 @@ def main(kinds: Iterable[str]) -> int:
 
 
 def steps_of(kind: str) -> None:
-    """Run the steps of a kind and print the counts. Raises AssertionError if a step of arrays waits or allocates."""
+    """Run steps of this kind, and print the counts. AssertionError if a step of arrays waits, allocates or frees."""
     if kind == "arrays":
         mpistrat.init()
         step = arrays()
@@ -76,7 +76,7 @@ def arrays() -> Callable[[], object]:
 
 
 def tensorflow(averages: bool) -> Callable[[], object]:
-    """A step of TensorFlow's: matrix products, whose gradients are averaged or not."""
+    """Return a training step of TensorFlow: matrix products as gradients. `averages`: Whether it averages them."""
     import tensorflow as tf
 
     import mpistrat.tensorflow as hvd

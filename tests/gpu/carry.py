@@ -1,12 +1,12 @@
-"""What a machine with a GPU lacks, in files that are small enough to be carried to it, and what to run there.
+"""Packs what a machine with a GPU lacks into files that are small enough to be sent there, and runs checks there.
 
     python -m tests.gpu.carry prepare FOLDER      on a machine with a network, pip, strip and xz
     python3 -m tests.gpu.carry run FOLDER NUMBER  on the machine with the GPU, once FOLDER/NUMBER is there
 
-For a machine without a network that has Python, cupy for CUDA 13, mpi4py and numpy. It gets Open MPI, NCCL, pytest and
-TensorFlow. Their libraries have machine code for many GPUs. `prepare` keeps that of one, and compresses the rest, which
-is zeros then. The numbers are those of calls one after the other: each unpacks what it has, and tests what it can. What
-all of them print is in /tmp/mpistrat-gpu/found, too.
+The machine with the GPU needs no network, but Python, cupy for CUDA 13, mpi4py and numpy. It gets Open MPI, NCCL,
+pytest and TensorFlow. Their libraries have machine code for many GPUs. `prepare` overwrites the code for all GPUs but
+one with zeros, which compress well. Call `run` with each NUMBER in order: it unpacks the folder, and runs the checks
+for which enough is unpacked. /tmp/mpistrat-gpu/found gets a copy of all output.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _FATBIN, _MACHINE_CODE, _KINDS = 0xBA55ED50, 2, (1, 2, 16, 64)
 
 
 def code_sections(memory: "mmap.mmap | bytes") -> Iterator[tuple[int, int]]:
-    """The (start, size) of each section of an ELF file of 64 bits that has code for GPUs."""
+    """Yield (start, size) of each section with GPU code in an ELF file of 64 bits."""
     table, = struct.unpack_from("<Q", memory, 0x28)
     size, count, of_names = struct.unpack_from("<HHH", memory, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", memory, table + i * size) for i in range(count)]
@@ -57,10 +57,10 @@ def code_sections(memory: "mmap.mmap | bytes") -> Iterator[tuple[int, int]]:
 
 
 def trim(path: Path, architecture: int) -> dict[tuple[int, int], int]:
-    """Write zeros over the code in a library for other GPUs than one, and over all PTX. Sizes and headers stay.
+    """Overwrite GPU code in a library with zeros: all PTX, and the machine code for GPUs other than `architecture`.
 
-    Returns:
-        The bytes by kind (1: PTX, 2: machine code) and architecture, as they were.
+    Sizes and headers do not change. Returns the number of bytes of code that the library had, by kind and architecture.
+    The kind of PTX is 1, that of machine code 2.
     """
     found: dict[tuple[int, int], int] = collections.Counter()
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
@@ -87,7 +87,7 @@ def trim(path: Path, architecture: int) -> dict[tuple[int, int], int]:
 
 
 def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
-    """Write FOLDER/1 to FOLDER/n, each of at most `limit` bytes, and print what to run for each."""
+    """Write the folders FOLDER/1 to FOLDER/n, of at most `limit` bytes each, and print the command to run for each."""
     shutil.rmtree(folder, ignore_errors=True)
     archives = []
     for name, packages in (("first", FIRST), ("tensorflow", TENSORFLOW)):
@@ -121,7 +121,7 @@ def prepare(folder: Path, python: str, architecture: int, limit: int) -> None:
 
 
 def cut(archives: list[Path], folder: Path, limit: int) -> range:
-    """Cut both archives into FOLDER/1 and so on, and write what each call runs; returns the numbers of the calls."""
+    """Cut both archives into FOLDER/1 and so on. Write there which parts each call runs. Return the calls' numbers."""
     first = pieces(archives[0], folder, 1, limit)[-1]
     last = pieces(archives[1], folder, first + 1, limit)[-1]
     for number, names in zip((first, last, last + 1, last + 2), CALLS, strict=True):
@@ -131,7 +131,7 @@ def cut(archives: list[Path], folder: Path, limit: int) -> range:
 
 
 def install(wheel: Path, site: Path) -> None:
-    """Unpack a wheel: modules to `site`, programs to `site`/bin. `pip install --target` leaves Open MPI's lib out."""
+    """Unpack a wheel: modules to `site`, programs to `site`/bin. `pip install --target` omits Open MPI's lib folder."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             if member.is_dir():
@@ -148,7 +148,7 @@ def install(wheel: Path, site: Path) -> None:
 
 
 def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:
-    """Cut an archive into FOLDER/first and so on; returns the numbers. The archive is deleted."""
+    """Cut an archive into the folders FOLDER/`first` and so on. Delete it. Return the numbers of these folders."""
     count = -(-archive.stat().st_size // limit)
     with open(archive, "rb") as source:
         for i in range(count):
@@ -160,7 +160,7 @@ def pieces(archive: Path, folder: Path, first: int, limit: int) -> list[int]:
 
 
 def unpack(part: Path, here: Path) -> set[str]:
-    """Take over the pieces of a part. Unpacks each archive whose pieces are all there; returns the names of these."""
+    """Copy the pieces in `part` to `here`. Unpack each archive that is complete there. Return the archives' names."""
     here.mkdir(parents=True, exist_ok=True)
     for piece in part.glob("*-of-*"):
         shutil.copy(piece, here)
@@ -182,7 +182,7 @@ def unpack(part: Path, here: Path) -> set[str]:
 
 
 def environment(here: Path) -> dict[str, str]:
-    """The variables for programs that use what was unpacked."""
+    """Return the environment variables with which programs find the unpacked packages."""
     site, links = here / "site", here / "links"
     links.mkdir(exist_ok=True)
     for name in CUDA_12:
@@ -200,7 +200,7 @@ def environment(here: Path) -> dict[str, str]:
 
 
 def run(folder: Path, number: int, here: Path = HERE) -> int:
-    """Unpack FOLDER/NUMBER, and run the parts of tests.gpu of this call, into HERE/found; returns their exit code."""
+    """Unpack FOLDER/NUMBER, and run the parts that it names. Return their exit code. HERE/found gets the output."""
     done, runs = unpack(folder / str(number), here), folder / str(number) / "runs"
     names = runs.read_text().splitlines() if runs.exists() else []
     print(f"unpacked: {', '.join(sorted(done)) or 'nothing'}; runs: {', '.join(names)}", flush=True)

@@ -1,10 +1,10 @@
-"""Collectives in functions that XLA compiles, with CUDA graphs ("command buffers") wherever XLA can make them.
+"""Checks collectives in functions that XLA compiles, with CUDA graphs ("command buffers") wherever XLA can make them.
 
     python -m tests.gpu.compiled
     mpistrat run -np 2 -- python -m tests.gpu.compiled
 
-A CUDA graph that is replayed would leave the calls of the handler out. So they are counted. With --stand-in it runs
-without a GPU, and shows that the program itself works.
+A replay of a CUDA graph would not call the handler of a custom call. Therefore the checks count the handler's calls.
+With --stand-in the program runs without a GPU, to show that the program itself works.
 """
 
 import os
@@ -40,7 +40,7 @@ custom_call._execute = counted
 
 
 def in_steps(step: Callable[[tf.Tensor], Any], each: int, expected: Callable[[int], Any]) -> None:
-    """Run a compiled step; each has so many calls of the handler, also when XLA has recorded what it can."""
+    """Run a compiled step ten times. Check each result, and that each step has `each` calls of the handler."""
     global calls
     for number in range(STEPS):
         calls = 0
@@ -53,7 +53,7 @@ def total(number: int) -> int:
 
 
 def each_step_calls_the_handler() -> None:
-    """One bucket is one call; several are a call each, and one that waits for them."""
+    """A step with one bucket has one call. With four buckets it has a call for each, and a call that waits for all."""
     @tf.function(jit_compile=True)
     def step(values: tf.Tensor) -> tf.Tensor:
         parts = grouped_allreduce([values * 2.0 + float(i) for i in range(4)], op=hvd.Sum, name="parts")
@@ -71,7 +71,7 @@ def each_step_calls_the_handler() -> None:
 
 
 def loops_and_branches_call_it_in_each_iteration() -> None:
-    """A while loop with a branch in it, which both have collectives."""
+    """A while loop has a collective, and a branch in the loop has a second one."""
     @tf.function(jit_compile=True)
     def step(values: tf.Tensor) -> tf.Tensor:
         for i in tf.range(3):
@@ -84,15 +84,15 @@ def loops_and_branches_call_it_in_each_iteration() -> None:
 
 
 def two_compiled_functions_run_in_one() -> None:
-    """In the order of the program."""
+    """One function calls two compiled functions. Their collectives run in program order."""
     first = tf.function(lambda values: allreduce(values, op=hvd.Sum, name="first"), jit_compile=True)
     second = tf.function(lambda values: allreduce(values, op=hvd.Average, name="second"), jit_compile=True)
     in_steps(tf.function(lambda values: second(first(values)) + first(values)), 3,
              lambda number: np.full(1000, 2 * total(number)))
 
 
-def a_tape_gives_the_same_bits_compiled_and_not() -> None:
-    """The gradients of two layers, in several buckets, with a global norm."""
+def a_tape_gives_the_same_gradients_compiled_and_not() -> None:
+    """Gradients of four matrices, in several buckets, clipped by the global norm. All ranks have the same bits."""
     kernels = [tf.Variable(tf.random.stateless_normal([64, 64], [7, i])) for i in range(4)]
 
     def gradients(values: tf.Tensor) -> list[tf.Tensor]:
@@ -119,7 +119,7 @@ def a_tape_gives_the_same_bits_compiled_and_not() -> None:
 
 
 def sync_batch_normalization_is_right_when_it_is_compiled() -> None:
-    """Its result and the gradient of its input."""
+    """The gradient with respect to the input is the same, within rounding, as without XLA."""
     layer = hvd.SyncBatchNormalization()
     layer.build([None, 5])
     values = tf.constant(np.random.RandomState(mpistrat.rank()).randn(8, 5), tf.float32)
@@ -138,5 +138,5 @@ def sync_batch_normalization_is_right_when_it_is_compiled() -> None:
 
 if __name__ == "__main__":
     sys.exit(bool(run([each_step_calls_the_handler, loops_and_branches_call_it_in_each_iteration,
-                       two_compiled_functions_run_in_one, a_tape_gives_the_same_bits_compiled_and_not,
+                       two_compiled_functions_run_in_one, a_tape_gives_the_same_gradients_compiled_and_not,
                        sync_batch_normalization_is_right_when_it_is_compiled])))

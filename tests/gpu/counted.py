@@ -1,4 +1,4 @@
-"""Says of each proof that streams wait how often the event was over when it was recorded: nothing was raced with."""
+"""Prints for each check of streams how often its event was done when it was recorded. Such a race proves nothing."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -8,7 +8,7 @@ from mpistrat.gpu.proof import Race, prove
 
 
 def say_events(*modules: ModuleType) -> None:
-    """From now on each proof of the engine, and of these modules, has a line."""
+    """From now on, print a line for each check of streams by the engine and by these modules."""
     for module in (proof, *modules):
         module.prove = counted  # type: ignore[attr-defined]
 

@@ -1,6 +1,6 @@
-"""Calls of CUDA's driver by this process, counted by CUPTI, which CUDA's toolkit and TensorFlow's wheels have.
+"""Counts this process's calls of CUDA's driver by CUPTI, a part of CUDA's toolkit and of TensorFlow's wheels.
 
-https://docs.nvidia.com/cupti/main/main.html#cupti-callback-api. The callback is Python's, so calls take longer.
+https://docs.nvidia.com/cupti/main/main.html#cupti-callback-api. Counted calls take longer: the callback is in Python.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _Callback = CFUNCTYPE(None, c_void_p, c_int, c_uint32, POINTER(_Data))
 
 
 def find_cupti() -> str:
-    """A file or name of the library that can be loaded; "" if there is none."""
+    """Return a path or a name by which CUPTI can be loaded; "" if there is none."""
     found = [path for folder in sys.path
              for path in sorted(glob.glob(os.path.join(folder, "nvidia", "*", "lib", "libcupti.so*")))]
     for name in (*found, "libcupti.so", "libcupti.so.13", "libcupti.so.12"):
@@ -38,7 +38,7 @@ def find_cupti() -> str:
 
 
 class Calls:
-    """A context that counts the calls by name in `number`. One at a time in a process."""
+    """A `with` context that counts calls by name in `number`. A process may use one at a time."""
 
     def __init__(self, library: Any = None):
         self.number: Counter[str] = Counter()

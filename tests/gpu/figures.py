@@ -1,11 +1,11 @@
-"""What the path for GPU tensors takes on a GPU, as rows for docs/speed.md; every rank runs it.
+"""Measures the path for GPU tensors, and prints rows for docs/speed.md. Every rank runs it.
 
 See docs/testing-on-a-gpu.md.
 
     mpistrat run -np 2 -- python -m tests.gpu.figures
     python -m tests.gpu.figures
 
-With --stand-in it runs where there is no GPU, on memory of the host, and its figures say nothing.
+With --stand-in it runs without a GPU, in host memory, and its figures mean nothing.
 """
 
 import argparse
@@ -14,23 +14,26 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import mpistrat
 from mpistrat.cli.bench import bert_base, resnet50
-from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.copy_kernel import CopyJob, block_count, copy_tables, fused_offsets
 from mpistrat.gpu.nccl_data import FLOAT32
+from tests.gpu.memory import scratch
 from tests.gpu.two_ranks import Gpu, StandIn
+
+if TYPE_CHECKING:
+    from mpistrat.gpu.device import Device
 
 LIMIT_S = 60.0
 
 
-def seconds_of(device: Any, enqueue: Callable[[Any], Any], repeats: int) -> float:
-    """Of one of several that are enqueued together, which leaves the time of enqueuing out; the median of five."""
+def seconds_of(device: "Device", enqueue: Callable[[Any], Any], repeats: int) -> float:
+    """Return the seconds of one operation if `repeats` operations are enqueued together. The median of five tries."""
     stream, took = device.stream(), []
     for _ in range(6):
         kept = []
@@ -42,17 +45,10 @@ def seconds_of(device: Any, enqueue: Callable[[Any], Any], repeats: int) -> floa
     return statistics.median(took[1:])
 
 
-def scratch(device: Any, nbytes: int) -> GpuArray:
-    """Memory that must be there."""
-    made: GpuArray | None = device.scratch(nbytes)
-    assert made is not None, f"no {nbytes} bytes of GPU memory are left"
-    return made
+def pack_and_unpack(gpu: Gpu, counts: list[int], repeats: int, wire: str = "float32", factor: float = 1.0) -> str:
+    """Return a row that compares packing and unpacking a bucket with two copies of as many bytes within the GPU.
 
-
-def pack_and_unpack(gpu: Any, counts: list[int], repeats: int, wire: str = "float32", factor: float = 1.0) -> str:
-    """A bucket packed and unpacked, against two copies of its bytes within the GPU.
-
-    The elements are float32, and `wire` in the buffer; packing multiplies them by `factor`.
+    The tensors are float32. Packing multiplies by `factor`, and converts to the dtype `wire`.
     """
     device, nbytes = gpu.device, 4 * sum(counts)
     itemsize = np.dtype(wire).itemsize
@@ -81,8 +77,8 @@ def pack_and_unpack(gpu: Any, counts: list[int], repeats: int, wire: str = "floa
             "(wanted: at most 1.3)")
 
 
-def step_of_many(gpu: Any, counts: list[int], steps: int) -> str:
-    """A step that averages many tensors, and how often it calls the device."""
+def step_of_many(gpu: Gpu, counts: list[int], steps: int) -> str:
+    """Return a row on a step that averages many tensors: its time, and how often it calls methods of the device."""
     device, arrays, took = gpu.device, [gpu.array(np.ones(count, np.float32)) for count in counts], []
     calls = dict.fromkeys(("record", "wait", "scratch", "pinned", "batched_copy"), 0)
 
@@ -111,14 +107,14 @@ def step_of_many(gpu: Any, counts: list[int], steps: int) -> str:
             f"calls per step: {per_step} (wanted: no scratch, no pinned, and not 0 of all)")
 
 
-def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
-    """A step of the engine against the one call of NCCL that it is, waited for in the same way."""
+def overhead_of_a_step(gpu: Gpu, elements: int, steps: int) -> str:
+    """Return a row that compares an all-reduce by the engine with a direct call of NCCL for the same all-reduce."""
     device, array = gpu.device, gpu.array(np.ones(elements, np.float32))
     if mpistrat.size() > 1:
         return "overhead of a step above raw NCCL: run it with one rank"
     target, stream = scratch(device, 4 * elements), device.stream()
     communicator = device.communicator(1, device.unique_id(), 0)
-    address = device.seen(array).address
+    address = array.data.ptr
     took: dict[str, list[float]] = {"engine": [], "raw": []}
     for _ in range(steps):
         began = time.perf_counter()
@@ -135,8 +131,8 @@ def overhead_of_a_step(gpu: Any, elements: int, steps: int) -> str:
             "of NCCL (wanted: less than 150)")
 
 
-def staged(gpu: Any, elements: int, steps: int) -> str:
-    """An all-reduce by way of the host, against the copies there and back, which overlap too."""
+def staged(gpu: Gpu, elements: int, steps: int) -> str:
+    """Return a row that compares a staged all-reduce with the copies to the host and back alone, which overlap."""
     device, nbytes, array = gpu.device, 4 * elements, gpu.array(np.ones(elements, np.float32))
     took = []
     for _ in range(steps + 1):
@@ -150,7 +146,7 @@ def staged(gpu: Any, elements: int, steps: int) -> str:
     mpistrat.barrier()
 
     def copies(stream: Any) -> None:
-        device.copy(there.ctypes.data, device.seen(array).address, nbytes, stream)
+        device.copy(there.ctypes.data, array.data.ptr, nbytes, stream)
         device.copy(other.address, back.ctypes.data, nbytes, stream_back)
         device.wait(stream, device.record(stream_back))
 
@@ -165,7 +161,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["MPISTRAT_LOG_LEVEL"] = "info"  # which says the way that tensors go
     mpistrat.init()
-    gpu: Any = StandIn() if arguments.stand_in else Gpu()
+    gpu: Gpu = StandIn() if arguments.stand_in else Gpu()
     # The stand-in does what a GPU does a thousand times as fast.
     networks, repeats, steps = ([[(3, 5)] * 161, [(3, 5)] * 199], 1, 10) if arguments.stand_in else \
         ([resnet50(), bert_base()], 10, 2000)

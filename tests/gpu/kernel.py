@@ -1,7 +1,7 @@
-"""The kernels on a GPU against their models in numpy, for every job: python -m tests.gpu.kernel."""
+"""Compares the copy kernel on a GPU with its numpy model, for every CopyJob: python -m tests.gpu.kernel."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from mpistrat.gpu.copy_kernel import PIECES_PER_LAUNCH, TYPES, CopyJob, block_co
 from tests.gpu.memory import LIMIT_S, can_test, download, open_device, upload
 from tests.support import copy_model
 from tests.support.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from mpistrat.gpu.device import Device
 
 # No result leaves the range of its dtype: what becomes of it then differs between a GPU and a CPU.
 SCALES = ((1.0, 1), (0.5, 3), (1.0, 3), (2.0, 1))
@@ -24,7 +27,7 @@ GUARD = 0xA5
 
 
 def jobs() -> list[CopyJob]:
-    """Every pair of dtypes that NCCL's path uses, with every kind of scale."""
+    """Return a CopyJob for every pair of dtypes that the NCCL backend uses and every kind of scale."""
     pairs = [(name, name) for name in TYPES if can_test(name)]
     pairs += [pair for pair in CONVERSIONS if can_test(pair[0]) and can_test(pair[1])]
     return [CopyJob(source, target, *scale) for source, target in pairs for scale in SCALES
@@ -32,7 +35,7 @@ def jobs() -> list[CopyJob]:
 
 
 def values(dtype: np.dtype) -> np.ndarray:
-    """Whole numbers of both signs, as far as the dtype has them, and numbers below the normal ones."""
+    """Return whole numbers, negative ones too if the dtype has any, and subnormal numbers in float32 and float64."""
     numbers = np.arange(sum(COUNTS)) % 97 - (0 if dtype.kind in "ub" else 40)
     result = (numbers % 2 if dtype.kind == "b" else numbers).astype(dtype)
     if dtype.name in ("float32", "float64"):
@@ -41,14 +44,14 @@ def values(dtype: np.dtype) -> np.ndarray:
 
 
 def tolerance(job: CopyJob) -> float:
-    """How far the kernel may be from the model, relatively. A scaled float64 is rounded in another order."""
+    """Return the largest relative difference from the model: 0, except for scaled float64, whose rounding differs."""
     if job.source != "float64" or (job.factor, job.divisor) == (1.0, 1):
         return 0.0
     return {"float64": 1e-15, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[job.target]
 
 
-def check(device: Any, job: CopyJob, shift: int) -> None:
-    """Raise AssertionError if the kernel does something else than the model."""
+def check(device: "Device", job: CopyJob, shift: int) -> None:
+    """Raise AssertionError if kernel and model have different results. `shift`: Bytes after an aligned address."""
     from_dtype, to_dtype = dtype_of(job.source), dtype_of(job.target)
     given = values(from_dtype)
     ends = np.cumsum(COUNTS)
@@ -71,7 +74,7 @@ def check(device: Any, job: CopyJob, shift: int) -> None:
 
 
 def main() -> None:
-    """Check all jobs, aligned and not, with --few every thirteenth, and then name those that differ."""
+    """Check all jobs (with --few: every thirteenth), on aligned and unaligned memory. Then print those that failed."""
     device, failed = open_device(), []
     chosen = jobs()[::13] if "--few" in sys.argv else jobs()  # compute-sanitizer takes long
     with device.current():

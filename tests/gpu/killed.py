@@ -1,9 +1,9 @@
-"""A rank is killed in the middle of a collective: the other one must not wait for ever, nor read a wrong number.
+"""Kills a rank in the middle of a collective: the other rank must neither wait for ever nor read a wrong number.
 
     python -m tests.gpu.killed
 
-Two ranks, in a plain job and in an elastic one, whose other rank goes on from the last commit. With --stand-in they run
-without a GPU, staged.
+This is done to two ranks of a plain job, and to two ranks of an elastic job. In the elastic job, the other rank
+continues from the last commit. With --stand-in the ranks run without a GPU, staged.
 """
 
 import os
@@ -21,7 +21,7 @@ IS_STAND_IN = "--stand-in" in sys.argv
 
 
 def rank() -> None:
-    """What each rank runs. One that reads a wrong number says so."""
+    """Run one rank's script. It prints WRONG if it reads a wrong number."""
     import mpistrat
     from mpistrat.api.elastic import ObjectState, run
     from mpistrat.gpu.gpu_executor import GpuExecutor
@@ -30,14 +30,14 @@ def rank() -> None:
     size_before = mpistrat.size()
 
     def killed(*_: Any) -> None:
-        """What the engine's thread runs once the ranks have agreed on the collective; the other rank enqueues it."""
+        """Kill this rank in place of enqueuing a collective on which the ranks agreed. The other rank enqueues it."""
         time.sleep(1)
         print(f"killed at {time.time():.2f}", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     @run
     def train(state: Any) -> None:
-        gpu: Any = StandIn() if IS_STAND_IN else Gpu()
+        gpu: Gpu = StandIn() if IS_STAND_IN else Gpu()
         while state.step < STEPS:
             given = gpu.array(np.full(ELEMENTS, state.step + 1.0, np.float32))
             if state.step == KILLED_IN and mpistrat.size() > 1 and mpistrat.rank() == mpistrat.size() - 1:

@@ -1,10 +1,10 @@
-"""NCCL on one rank, without MPI: every dtype and operation, grouped, compressed, abort and a new start.
+"""Checks NCCL on one rank, without MPI: every dtype and operation, groups, compression, an abort and a new start.
 
     python -m tests.gpu.one_rank
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,18 +15,21 @@ from mpistrat.gpu.arrays import GpuArray
 from mpistrat.gpu.backend import await_on_host
 from mpistrat.gpu.nccl_data import AVERAGE, AVERAGES_FROM, NcclData
 from mpistrat.gpu.nccl_data import DTYPES as NUMBERS
-from tests.gpu.memory import DTYPES, LIMIT_S, can_test, download, open_device, upload
+from tests.gpu.memory import DTYPES, LIMIT_S, can_test, download, open_device, scratch, upload
 from tests.support.dtypes import dtype_of
 from tests.support.gpu_backends import allreduce
+
+if TYPE_CHECKING:
+    from mpistrat.gpu.device import Device
 
 BUFFER_BYTES = 2**20
 OPERATIONS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 
 
-def connected(device: Any) -> NcclData:
-    """NCCL among this rank alone, with two communicators."""
+def connected(device: "Device") -> NcclData:
+    """Return an NCCL backend with two communicators, in which this rank is the only one."""
     communicators = [device.communicator(1, device.unique_id(), 0) for _ in range(2)]
-    buffers = [[device.scratch(BUFFER_BYTES) for _ in range(2)] for _ in communicators]
+    buffers = [[scratch(device, BUFFER_BYTES) for _ in range(2)] for _ in communicators]
     return NcclData(device, 0, 1, communicators, buffers, BUFFER_BYTES, device.nccl_version())
 
 
@@ -37,7 +40,7 @@ def finish(plane: NcclData) -> None:
 
 
 def numbers(dtype: np.dtype, count: int) -> np.ndarray:
-    """Small even numbers, exact in every dtype; zeros and ones of booleans."""
+    """Return small even numbers, which are exact in every dtype. For booleans return zeros and ones."""
     return (np.arange(count) % (2 if dtype.kind == "b" else 20) * (1 if dtype.kind == "b" else 2)).astype(dtype)
 
 
@@ -45,8 +48,8 @@ def same(result: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(result.astype(np.complex128), expected.astype(np.complex128))
 
 
-def reduced(device: Any, plane: NcclData, values: list[np.ndarray], reduction: Reduction, wire: str = "") -> str:
-    """Reduce, and compare with what one rank must get. Returns why NCCL cannot, if it cannot."""
+def reduced(device: "Device", plane: NcclData, values: list[np.ndarray], reduction: Reduction, wire: str = "") -> str:
+    """All-reduce, and compare the results with the right ones. Return why NCCL cannot reduce; "" if it can."""
     sources = [upload(device, value) for value in values]
     targets = [upload(device, np.zeros_like(value)) for value in values]
     reason = plane.why_not(sources, reduction.op, wire)
@@ -59,8 +62,8 @@ def reduced(device: Any, plane: NcclData, values: list[np.ndarray], reduction: R
     return ""
 
 
-def check_reductions(device: Any, plane: NcclData) -> None:
-    """Every dtype and operation: one tensor, a group, scaled."""
+def check_reductions(device: "Device", plane: NcclData) -> None:
+    """Check every dtype and operation with one tensor and with a group, with and without scales."""
     for name in filter(can_test, DTYPES):
         dtype = dtype_of(name)
         one, group = [numbers(dtype, 5000)], [numbers(dtype, count) for count in (1, 500, 3, 0, 70)]
@@ -72,8 +75,8 @@ def check_reductions(device: Any, plane: NcclData) -> None:
                     assert not reason or name.startswith("complex") or name == "bool", reason
 
 
-def check_compression(device: Any, plane: NcclData) -> None:
-    """Floats that are sent as halves, fused and cut into pieces."""
+def check_compression(device: "Device", plane: NcclData) -> None:
+    """Check floats that are sent in half precision: fused tensors, and a large tensor that is cut into pieces."""
     for name in ("float32", "float64"):
         for wire in filter(can_test, ("float16", "bfloat16")):
             large = [numbers(np.dtype(name), BUFFER_BYTES)]
@@ -81,7 +84,7 @@ def check_compression(device: Any, plane: NcclData) -> None:
                 assert not reduced(device, plane, values, Reduction(ReduceOp.SUM), wire)
 
 
-def check_others(device: Any, plane: NcclData) -> None:
+def check_others(device: "Device", plane: NcclData) -> None:
     values = numbers(np.dtype("float32"), 1000)
     source = upload(device, values)
 
@@ -98,8 +101,8 @@ def check_others(device: Any, plane: NcclData) -> None:
     finish(plane)
 
 
-def check_average(device: Any) -> None:
-    """ncclAvg of every floating-point dtype. NcclData does not use it on one rank."""
+def check_average(device: "Device") -> None:
+    """Check ncclAvg with every floating-point dtype. Calls NCCL directly: NcclData does not use ncclAvg on one rank."""
     if device.nccl_version() < AVERAGES_FROM:
         print("not tested: ncclAvg, which this NCCL does not have")
         return
@@ -113,8 +116,8 @@ def check_average(device: Any) -> None:
     communicator.destroy()
 
 
-def check_abort(device: Any, plane: NcclData) -> NcclData:
-    """Abort, with work under way; nothing begins after it; new communicators work. Returns these."""
+def check_abort(device: "Device", plane: NcclData) -> NcclData:
+    """Abort while work is enqueued. Check that no later collective begins, and return a new backend that works."""
     source = upload(device, numbers(np.dtype("float32"), 10**6))
     allreduce(plane, [source], [source], Reduction(ReduceOp.SUM))
     plane.abandon()

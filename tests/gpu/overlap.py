@@ -1,10 +1,10 @@
-"""How much of a slow network a step of ResNet-50 hides, on one GPU: a kernel that spins takes the place of the network.
+"""Measures how much network time a step of ResNet-50 hides, on one GPU. A kernel that spins stands for the network.
 
     python -m tests.gpu.overlap
 
-Behind each all-reduce the GPU spins for so many milliseconds for each 32 MiB, on the stream of the collectives. A step
-is timed in two orders: TensorFlow's stream waits for all buckets of a list together, as the package does, and for each
-one at once. With --stand-in it runs on the CPU with a small model, without spinning.
+After each all-reduce, on the stream of the collectives, the GPU spins for a given time per 32 MiB. A step is timed in
+two ways: TensorFlow's stream waits for all buckets of a list together, as mpistrat does, or for each bucket as soon as
+it is enqueued. With --stand-in the program runs on the CPU with a small model, without spinning.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ spin_ms = 0.0  # The engine's thread reads it at each all-reduce.
 
 
 def spinning() -> Callable[..., None]:
-    """NcclStream's method that reduces what is packed, with a kernel behind the reduction."""
+    """Return a method like NcclStream.reduce_packed that enqueues the spinning kernel after the all-reduce."""
     import cupy
     before, spin = NcclStream.reduce_packed, cupy.RawKernel(_KERNEL, "spin")
 

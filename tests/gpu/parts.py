@@ -1,4 +1,4 @@
-"""The parts of `python -m tests.gpu`: what each one runs and for how long at most, and why it is skipped."""
+"""The parts of `python -m tests.gpu`: the command of each, its time limit, and the reason to skip it."""
 
 import importlib.metadata
 import importlib.util
@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpistrat.cli.mpirun import find_mpirun
 from mpistrat.core.errors import LaunchError
@@ -46,7 +47,7 @@ _TENSORFLOW_PROBE = "import tensorflow as tf; print('found', len(tf.config.list_
 
 @dataclass(frozen=True)
 class Machine:
-    """What the parts need of a machine; each "" or the reason why it cannot be used."""
+    """What a machine has for the parts. A field is "" if the machine has it, and otherwise the reason why not."""
 
     gpu: str = ""  # A GPU, with cupy.
     nccl: str = ""  # NCCL, through cupy.
@@ -60,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """A program, the seconds that it may take, and what it needs (attributes of Machine)."""
+    """A program, its time limit in seconds, and what it needs (attributes of Machine)."""
 
     name: str
     command: Sequence[str]
@@ -69,13 +70,13 @@ class Part:
     is_must: bool = False  # Whether it is one of those that decide whether the path may be trusted.
 
     def why_skipped(self, machine: Machine) -> str:
-        """The first reason not to run it; "" to run it."""
+        """Return the first reason not to run this part; "" to run it."""
         return next((reason for need in self.needs if (reason := getattr(machine, need))), "")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended: "passed", "skipped: ...", "FAILED ..."."""
+    """How a part ended. `text`: "passed", "skipped: ..." or "FAILED ..."."""
 
     part: Part
     text: str
@@ -129,7 +130,7 @@ PARTS = (
 
 
 def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Find out what is there. Libraries are imported in other processes, for they may crash or hang."""
+    """Find out what this machine has. Separate processes import the libraries, because these may crash or hang."""
     found = _answer(_PROBE, environ)
     if isinstance(found, str):
         gpu = f"cupy cannot be looked at: {found}"
@@ -147,7 +148,7 @@ def look_at_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def facts() -> list[str]:
-    """The card, its driver, and the versions of what is used: a line each."""
+    """Return one line each for the GPU with its driver, and for the version of each package."""
     found = [f"{name} {version}" for name in ("mpistrat", "tensorflow", "keras", "cupy-cuda12x", "cupy-cuda13x",
                                               "nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py")
              if (version := _version(name))]
@@ -167,7 +168,7 @@ def _version(package: str) -> str:
 
 
 def run_all(parts: Sequence[Part], machine: Machine, environ: Mapping[str, str] = os.environ) -> list[Outcome]:
-    """Run all parts, whatever fails. Their output goes to this process' output, with a line when a part ends."""
+    """Run all parts, even if some fail. The output of this process has their output, and a line after each part."""
     outcomes = []
     for part in parts:
         reason = part.why_skipped(machine)
@@ -213,8 +214,8 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
             continue
 
 
-def _answer(code: str, environ: Mapping[str, str]) -> "dict | int | str":
-    """What a program prints after "found", or why it did not."""
+def _answer(code: str, environ: Mapping[str, str]) -> Any:
+    """Run Python code, and return the JSON that it prints after "found ". If it prints none, return the reason."""
     try:
         done = subprocess.run([_PYTHON, "-c", code], cwd=ROOT, env=dict(environ), capture_output=True, text=True,
                               timeout=PROBE_LIMIT_S, check=False)
@@ -223,8 +224,7 @@ def _answer(code: str, environ: Mapping[str, str]) -> "dict | int | str":
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     if not lines:
         return f"ended with code {done.returncode}: {' '.join(done.stderr.split())[-200:]}"
-    found: dict | int = json.loads(lines[-1].removeprefix("found "))
-    return found
+    return json.loads(lines[-1].removeprefix("found "))
 
 
 def _lacking(package: str) -> str:

@@ -1,10 +1,10 @@
-"""What averaging costs a step on a GPU: gradients of ResNet-50 and of BERT-base alone, and ResNet-50's training.
+"""Measures what averaging costs a step on a GPU: ResNet-50's training, and gradients of ResNet-50 and BERT-base alone.
 
     python -m tests.gpu.price
     mpistrat run -np 2 -- python -m tests.gpu.price
 
-Rank 0 prints each figure when it is known, with its aim on one rank. With --stand-in it runs on the CPU with a small
-model, and its figures say nothing.
+Rank 0 prints each figure as soon as it is known, with the aim for one rank. With --stand-in the program runs on the CPU
+with a small model, and its figures mean nothing.
 """
 
 import statistics
@@ -25,7 +25,7 @@ WARM_UP, STEPS = (1, 3) if IS_STAND_IN else (5, 25)
 
 
 def milliseconds(step: Callable[[], tf.Tensor]) -> float:
-    """The median time of a step. Collective if the step is."""
+    """Return the median time of a step. Collective if the step has a collective."""
     seconds = []
     for number in range(WARM_UP + STEPS):
         began = time.perf_counter()
@@ -74,7 +74,8 @@ def training_step(averages: bool, is_compiled: bool) -> Callable[[], tf.Tensor]:
 
 def main() -> None:
     hvd.init()
-    resnet, bert = ([(5, 3), (3,)], [(7,)]) if IS_STAND_IN else (resnet50(), bert_base())
+    small: tuple[Shapes, Shapes] = ([(5, 3), (3,)], [(7,)])
+    resnet, bert = small if IS_STAND_IN else (resnet50(), bert_base())
     for name, measure, aim in (
             ("a step of ResNet-50, 16 images", lambda *how: milliseconds(training_step(*how)), "1.5 ms more"),
             ("161 gradients of ResNet-50 alone", lambda *how: gradients_alone(resnet, *how), "1 ms more"),

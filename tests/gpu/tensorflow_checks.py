@@ -1,11 +1,11 @@
-"""TensorFlow's tensors on a GPU, one check after the other, whatever fails; on one rank or on several.
+"""Checks TensorFlow's tensors on a GPU, on one rank or on several. All checks run, even if some fail.
 
     python -m tests.gpu.tensorflow_checks [controls]
     mpistrat run -np 2 -- python -m tests.gpu.tensorflow_checks
 
-`controls` runs only the first ones, by which all others mean something: a foreign stream must be found out, and the
-lines say whether an event was over when it was recorded, so that nothing was raced with. Each check has a line, on each
-rank where it fails. With --stand-in it runs without a GPU, and shows that the program itself works.
+`controls` runs only the controls, which must refute a stream that TensorFlow does not use. The controls also print how
+often an event was done when it was recorded, because such a race proves nothing. Rank 0 prints a line for each
+check, with the ranks on which it failed. With --stand-in the program runs without a GPU, to show that it works.
 """
 
 import os
@@ -40,7 +40,7 @@ say_events(streams)
 
 
 def start() -> None:
-    """Begin a job; on the stand-in its tensors go the way of those on a GPU."""
+    """Call init(). With the stand-in, TensorFlow's CPU tensors then take the path of GPU tensors."""
     hvd.init()
     if IS_STAND_IN:
         from tests.support import tensorflow_stand_in
@@ -48,7 +48,7 @@ def start() -> None:
 
 
 def same(result: Any, expected: Any) -> None:
-    """Raise AssertionError if they differ by more than rounding."""
+    """Raise AssertionError if the two differ by more than rounding."""
     np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -56,7 +56,7 @@ def same(result: Any, expected: Any) -> None:
 
 
 def tensorflow_has_the_operation() -> None:
-    """An operation of its kind is completed on the CPU, and gets addresses of tensors on the GPU without a wait."""
+    """The operation can be used. It gets the address of a GPU tensor without waiting for the contents."""
     assert not kernel.why_not(), kernel.why_not()
     tensor = tf.random.normal([64, 64] if IS_STAND_IN else [4096, 4096])
     for _ in range(40):
@@ -70,7 +70,7 @@ def tensorflow_has_the_operation() -> None:
 
 
 def each_way_to_tensorflows_stream() -> None:
-    """A line for each way: whether the driver has it, and whether a stream waits by it until a tensor is complete."""
+    """Print a line for each way to TensorFlow's stream: proved, unproven or refuted. At least one must be proved."""
     device = gpu_device.device_at(DEVICE)
     works = []
     for name in ("ContextStream", "stream_of_handler"):
@@ -91,7 +91,7 @@ def each_way_to_tensorflows_stream() -> None:
 
 
 def foreign_streams_are_refuted() -> None:
-    """What all other checks mean: they must find out a stream that has nothing to do with TensorFlow."""
+    """The checks of streams must refute a stream that TensorFlow does not use. Otherwise they would mean nothing."""
     device = gpu_device.device_at(DEVICE)
     for check in (streams.check, streams.check_waiting):
         if IS_STAND_IN:
@@ -106,7 +106,7 @@ def foreign_streams_are_refuted() -> None:
 
 
 def tensorflows_stream_waits_for_the_engines() -> None:
-    """What the host does not wait for: 50 times TensorFlow reads what a late copy of ours has written.
+    """TensorFlow reads what a late copy by the engine has written, 50 times. The host does not wait.
 
     The first time is cold.
     """
@@ -120,7 +120,7 @@ def tensorflows_stream_waits_for_the_engines() -> None:
 
 
 def tensors_are_handed_over_by_the_operation() -> None:
-    """The way that collectives take, below, if all is as it should be."""
+    """Collectives take tensors by the asynchronous operation, and not through the host."""
     assert call_site.are_on_gpu([tf.ones([3])])
 
 
@@ -128,7 +128,7 @@ def tensors_are_handed_over_by_the_operation() -> None:
 
 
 def tensors_are_on_the_gpu() -> None:
-    """TensorFlow has a GPU, and it is the one of the engine."""
+    """TensorFlow has a GPU, and the engine uses the same GPU."""
     tensor = tf.ones([3])
     assert DEVICE in tensor.backing_device, tensor.backing_device
     assert call_site.are_on_gpu([tensor])
@@ -146,7 +146,7 @@ def a_sum_of_eager_tensors() -> None:
 
 
 def a_sum_in_a_graph() -> None:
-    """It stays on the GPU, and is read when it is complete; 50 steps."""
+    """The tensors stay on the GPU, and the sum is read only when it is complete; 50 steps."""
     assert IS_STAND_IN or _device_in_a_graph() == DEVICE
 
     @tf.function
@@ -159,7 +159,7 @@ def a_sum_in_a_graph() -> None:
 
 
 def a_sum_that_xla_has_compiled() -> None:
-    """In XLA's memory, behind the work on its stream; gathered rows and integers too; 50 steps."""
+    """A sum, gathered rows and the maximum of an integer, in one compiled function; 50 steps."""
     rank, size = mpistrat.rank(), mpistrat.size()
 
     @tf.function(jit_compile=True)
@@ -175,7 +175,7 @@ def a_sum_that_xla_has_compiled() -> None:
 
 
 def no_node_reads_a_result_too_early() -> None:
-    """What TensorFlow's optimizer moves before a reshape: a reshape, a cast, a flattened list, a gradient."""
+    """TensorFlow's graph optimizer moves nodes before a reshape. Checks reshapes, casts and gradients of results."""
     rank, size = mpistrat.rank(), mpistrat.size()
 
     @tf.function
@@ -191,7 +191,7 @@ def no_node_reads_a_result_too_early() -> None:
 
     for number in range(20):
         values = np.arange(6.0).reshape(2, 3) + rank + number
-        reduced = sum(np.arange(6.0).reshape(2, 3) + r + number + 1 for r in range(size))
+        reduced = np.sum([np.arange(6.0).reshape(2, 3) + r + number + 1 for r in range(size)], axis=0)
         negated, halves, gradient, flat = step(tf.constant(values, tf.float32))
         same(negated, -reduced.reshape(-1))
         same(halves, reduced.astype(np.float16))
@@ -200,7 +200,7 @@ def no_node_reads_a_result_too_early() -> None:
 
 
 def sync_batch_normalization_has_the_gradient_of_the_host() -> None:
-    """Of its input, against the same on the host."""
+    """The gradient with respect to the input is the same, within rounding, as on the CPU."""
     import mpistrat.keras as hvd_keras
     layer = hvd_keras.SyncBatchNormalization()
     layer.build([None, 5])
@@ -221,7 +221,7 @@ def sync_batch_normalization_has_the_gradient_of_the_host() -> None:
 
 
 def rows_that_repeat_are_added_in_one_order() -> None:
-    """An Embedding whose rows repeat, by optimizers that add slices and by one that makes them dense; 20 steps each."""
+    """All ranks and runs get the same bits for repeated rows. Two optimizers add slices, and one makes them dense."""
     import keras
 
     import mpistrat.keras as hvd_keras
@@ -245,7 +245,7 @@ def rows_that_repeat_are_added_in_one_order() -> None:
 
 
 def memory_that_is_used_again_has_the_right_numbers() -> None:
-    """Behind each collective TensorFlow gets and fills memory of the same sizes, before the GPU has done it."""
+    """TensorFlow allocates and fills memory of the same sizes before the GPU has executed the collectives."""
     sizes, size = (1000, 250_000, 7), mpistrat.size()
 
     @tf.function
@@ -260,7 +260,7 @@ def memory_that_is_used_again_has_the_right_numbers() -> None:
 
 
 def fit_trains_the_same_weights_on_all_ranks() -> None:
-    """20 steps of a small model by a DistributedOptimizer."""
+    """A DistributedOptimizer trains a small model for 20 steps."""
     _fit(jit_compile=False)
 
 
@@ -284,7 +284,7 @@ def _fit(jit_compile: bool) -> None:
 
 
 def a_step_with_as_many_buckets_as_bert() -> None:
-    """Its time, with averaging and without; not a check."""
+    """Print the time of a step with and without averaging."""
     variables = [tf.Variable(tf.ones([BUCKET_MB * 2**18])) for _ in range(BUCKETS)]
 
     def step(averages: bool) -> tf.Tensor:
@@ -331,12 +331,12 @@ COMPILED: list[Callable[[], None]] = [] if ffi.api() is None else [  # TensorFlo
 
 
 def main(checks: list[Callable[[], None]]) -> int:
-    """Run the checks; returns how many have failed on some rank."""
+    """Run `checks`, and then the checks of collectives. Return how many checks have failed on some rank."""
     return run(checks + COLLECTIVES + COMPILED)
 
 
 def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
-    """Run some of them, and shut down. After a failure the ranks connect anew."""
+    """Run these checks between init() and shutdown(). After a failure connect again. Return how many have failed."""
     failed = 0
     start()
     rank, size = mpistrat.rank(), mpistrat.size()
@@ -360,7 +360,7 @@ def run(checks: list[Callable[[], None]], suffix: str = "") -> int:
 
 
 def chosen() -> list[str]:
-    """What the engine has found, and the way to the stream of each of TensorFlow's GPUs."""
+    """Return the findings of the engine, and how it records events in TensorFlow's stream on each GPU."""
     found = list(runtime.group_of("chosen", 0).engine.controller.executor.device.findings)
     for where, (way, _) in streams._found.get(runtime.current(), {}).items():
         text = "through the host" if way is None else "an event of the context, the host waits for results" \
@@ -371,7 +371,7 @@ def chosen() -> list[str]:
 
 
 def _of_all_ranks(problem: str, size: int) -> list[str]:
-    """What each rank reports; over MPI itself, because the engine of a rank may have ended."""
+    """Return the `problem` of each rank. Calls MPI directly, because the engine of a rank may have ended."""
     if size == 1:
         return [problem]
     from mpi4py import MPI

@@ -1,13 +1,13 @@
-"""Collectives on GPU arrays among all ranks, by cupy alone, by each backend that can be used here.
+"""Checks collectives on cupy arrays among all ranks, with the backend that `auto` chooses, and with staging.
 
     mpistrat run -np 2 -- python -m tests.gpu.two_ranks
 
-With one GPU the ranks share it: by NCCL from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1, and else staged.
+If there is one GPU, the ranks share it. NCCL can do this from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
 """
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from mpistrat.api.tensors import KINDS, Cupy
 from tests.gpu.counted import say_events
 from tests.gpu.memory import DTYPES, can_test
 from tests.support.dtypes import dtype_of
+
+if TYPE_CHECKING:
+    from mpistrat.gpu.device import Device
 
 say_events()
 
@@ -34,17 +37,17 @@ class Gpu:
         self.name = cupy.cuda.runtime.getDeviceProperties(self.number)["name"].decode()
 
     @property
-    def device(self) -> Any:
-        """The one that the engine uses, which is another one after each init()."""
+    def device(self) -> "Device":
+        """The Device that the engine uses. Each init() makes a new one."""
         return gpu_tensors.this_ranks_gpu(self.number)
 
     def array(self, values: np.ndarray) -> Any:
-        """Copy to the GPU; as bytes, since cupy has no kernels for some dtypes."""
+        """Return a copy of `values` on the GPU. Copies bytes, because cupy has no kernels for some dtypes."""
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         return self._cupy.asarray(flat).view(values.dtype).reshape(values.shape)
 
     def values(self, array: Any) -> np.ndarray:
-        """Copy from the GPU."""
+        """Return a copy of `array` on the host."""
         return np.asarray(self._cupy.asnumpy(array))
 
 
@@ -57,16 +60,18 @@ class StandIn(Gpu):
         KINDS["tests"] = Cupy()
 
     def array(self, values: np.ndarray) -> Any:
-        return self.device.tensor(values)
+        stand_in: Any = self.device
+        return stand_in.tensor(values)
 
     def values(self, array: Any) -> np.ndarray:
-        """Copy from the stand-in, in the order of the caller's stream."""
-        self.device.synchronize()
+        """Return a copy of `array`, an array of the stand-in, after the work in the caller's stream."""
+        stand_in: Any = self.device
+        stand_in.synchronize()
         return np.asarray(array.view().copy())
 
 
-def check(gpu: Any) -> None:
-    """Every dtype, summed, averaged, in a group; gathered, broadcast, scattered, exchanged."""
+def check(gpu: Gpu) -> None:
+    """Check reductions of every dtype, grouped averages, an all-gather, a broadcast and a reduce-scatter."""
     rank, size = mpistrat.rank(), mpistrat.size()
 
     def same(array: Any, expected: Any) -> None:
@@ -95,7 +100,7 @@ def check(gpu: Any) -> None:
 
 
 def main() -> None:
-    """Check `auto`, which rank 0 logs, and then staging."""
+    """Check the backend that `auto` chooses, which rank 0 logs, and then the staged backend."""
     os.environ["MPISTRAT_LOG_LEVEL"] = "info"
     for operations in ("auto", "staged"):
         os.environ["MPISTRAT_GPU_OPERATIONS"] = operations

@@ -1,4 +1,4 @@
-"""Tensors of torch: results in torch's default stream and in another one, and the memory of many calls.
+"""Checks tensors of torch: results in torch's default stream and in a second stream, and the memory of many calls.
 
     python -m tests.gpu.with_torch
 """
@@ -13,7 +13,7 @@ ELEMENTS, CALLS = 10**6, 100
 
 
 def reduced(value: float) -> Any:
-    """The sum of tensors whose contents come late."""
+    """Return the sum over all ranks of a tensor that the GPU computes late."""
     tensor = torch.full((ELEMENTS,), 0.0, device="cuda")
     for _ in range(50):
         tensor = tensor + value / 50

@@ -13,7 +13,7 @@ from .dtypes import dtype_of
 
 def memory_at(address: int, count: int, dtype: np.dtype) -> np.ndarray:
     raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype)
+    return np.frombuffer(memoryview(raw), dtype)
 
 
 def guard(target: int, nbytes: int, lost: int) -> None:

@@ -253,7 +253,8 @@ class Device:
     @contextmanager
     def nccl_group(self) -> Iterator[None]:
         self.log.append(("group",))
-        self._transfers = transfers = []
+        transfers: list[Transfer] = []
+        self._transfers = transfers
         yield
         self._transfers = None
         self.log.append(("end of group",))
@@ -306,7 +307,8 @@ class Exchange:
     """A group of transfers: work for a stream."""
 
     def __init__(self, transfers: list[Transfer]):
-        self._transfers, self._requests = transfers, None
+        self._transfers = transfers
+        self._requests: list[Any] | None = None
 
     def __call__(self) -> bool:
         if self._requests is None:
