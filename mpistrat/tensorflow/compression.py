@@ -94,14 +94,14 @@ class _Choices(type):
 
 
 class Compression(metaclass=_Choices):
-    """The choices: `Compression.none`, `fp16`, `bf16` and `int8`.
+    """The compressions to choose from: `Compression.none`, `fp16`, `bf16` and `int8`.
 
-    With fp16 and bf16 a CPU still sums in float32; a GPU sums in the dtype in which gradients are sent.
+    With fp16 and bf16, CPUs sum in float32, and GPUs sum in the dtype in which gradients are sent.
 
-    int8 compresses only the data between hosts, and each host still sums in float32. int8 has an effect only if
-    floating-point tensors are all-reduced with Sum or Average, and tensors that are reduced together have at least
-    16 KiB. int8 has no effect on one host and on `tf.IndexedSlices`. Error feedback adds the rounding error of a
-    gradient to the next gradient of the same variables, and takes up to 4 bytes of host memory for each value.
+    int8 compresses only the data between hosts. Each host sums in float32. int8 has an effect only if floating-point
+    tensors are all-reduced with Sum or Average, and if the tensors that are reduced together have at least 16 KiB.
+    int8 has no effect on one host and on `tf.IndexedSlices`. Error feedback adds the rounding error of a gradient to
+    the next gradient of the same variables, and takes up to 4 bytes of host memory for each value.
     """
 
     none = NoneCompressor
@@ -111,9 +111,9 @@ class Compression(metaclass=_Choices):
 
     @staticmethod
     def error_feedback(process_set: ProcessSet = global_process_set) -> dict[str, np.ndarray]:
-        """Return the error feedback of int8 on all ranks, for a checkpoint. Collective.
+        """Return the error feedback of int8 from all ranks, for a checkpoint. Collective.
 
-        Call it between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
+        Call this between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
 
         Returns:
             A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host the arrays
@@ -126,21 +126,21 @@ class Compression(metaclass=_Choices):
     @staticmethod
     def restore_error_feedback(errors: Mapping[str, np.ndarray],
                                process_set: ProcessSet = global_process_set) -> None:
-        """Begin the next step with the result of `error_feedback`. Call on all ranks; their number may have changed."""
+        """Set the error feedback to a result of error_feedback(). Call on all ranks. Their number may have changed."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:
             feedback.restore(errors)
 
 
 class Compressed:
-    """Dense tensors, compressed.
+    """Dense tensors that are compressed for a reduction.
 
-    `tensors` are the tensors to reduce, and `wire_dtype` is as in Request. With fp16 and bf16 the graph does not cast
-    tensors on a GPU: the kernel that packs the fusion buffer casts them. `by_host`: Whether tensors on a GPU will be
-    copied to the host, a copy that casts nothing.
+    `tensors`: The tensors to reduce. `wire_dtype`: As in Request. On a GPU the graph does not cast tensors to fp16 or
+    bf16, because the kernel that packs the fusion buffer casts them. `is_scattered`: Whether the reduction is a
+    reduce-scatter. Then the graph casts them on a GPU too, because they are copied to the host, which casts nothing.
     """
 
-    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], by_host: bool = False,
+    def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], is_scattered: bool = False,
                  process_set: int = 0):
         require_compression(compression)
         self._compression = compression
@@ -151,21 +151,23 @@ class Compressed:
         if compression is Compression.int8:
             self.wire_dtype = INT8
             topology = runtime.group_of("compression", process_set).topology
-            if len(topology.hosts) == 1 and topology.rank == 0 and not _told:
+            reason = "all ranks run on one host" if len(topology.hosts) == 1 else (
+                "this is a reduce-scatter, which Compression.bf16 compresses" if is_scattered else "")
+            if reason and topology.rank == 0 and not _told:
                 _told.append(self.wire_dtype)
-                logger.warning("mpistrat: Compression.%s has no effect here: it compresses the data between hosts, and "
-                               "all ranks run on one host.", self.wire_dtype)
+                logger.warning("mpistrat: Compression.%s has no effect here: it compresses all-reduces between "
+                               "hosts, and %s.", self.wire_dtype, reason)
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)
         is_on_gpu = call_site.are_on_gpu if tf.executing_eagerly() else call_site.device_of
-        if is_cast and not by_host and is_on_gpu(self.tensors, process_set):
+        if is_cast and not is_scattered and is_on_gpu(self.tensors, process_set):
             self.wire_dtype = compression.dtype.name  # type: ignore[attr-defined]
             return
         pairs = [compression.compress(tensor) for tensor in tensors]
         self.tensors, self._contexts = [tensor for tensor, _ in pairs], [context for _, context in pairs]
 
     def restored(self, reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The reduced tensors, decompressed."""
+        """Return the reduced tensors, decompressed."""
         if self._contexts is None:
             return list(reduced)
         return [self._compression.decompress(tensor, context)

@@ -83,7 +83,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression, or any class with two static methods: `compress(tensor)` returns the tensor to
             reduce and a context, and `decompress(tensor, context)` converts the result back.
-        op: Average (the default), Sum, Min, Max or Product.
+        op: Average (the default), Sum, Min, Max, Product or Adasum.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
         name: Identifies the collective on all ranks.
@@ -127,7 +127,7 @@ def allgather(tensor: Reducible, name: str | None = None, ignore_name_scope: boo
     """Return the tensors of all ranks, concatenated along the first dimension, which may differ in size. Collective.
 
     As in Horovod, the gradient is this rank's part of the *average* of the ranks' gradients. If a loss uses rows of all
-    N ranks (a contrastive loss) and an optimizer averages its gradients again, they are 1/N of the exact gradients.
+    N ranks (a contrastive loss) and an optimizer averages the gradients again, the result is 1/N of the exact gradient.
     Then write `allgather(size() * z - tf.stop_gradient((size() - 1) * z))`, whose value equals that of `allgather(z)`.
 
     Raises:
@@ -167,7 +167,7 @@ def broadcast(tensor: Reducible, root_rank: int, name: str | None = None, ignore
 
 @dataclass(frozen=True)
 class BroadcastGradient(Gradient):
-    """The average of the ranks' gradients on the root, and zero on other ranks."""
+    """The gradient of a broadcast: the average of the ranks' gradients on the root, and zero on other ranks."""
 
     name: str
     root_rank: int
@@ -185,7 +185,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Wait until every rank of the set has called join(). Until then other ranks' collectives go on without this rank.
+    """Wait until every rank of the set has called join(). Until then other ranks' collectives run without this rank.
 
     See mpistrat.join. Collective. In a tf.function, join runs after all earlier collectives have been submitted.
 
@@ -245,10 +245,9 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
 def _count_call(tensor: object, process_set: int) -> None:
     """Count a call of allreduce with a small dense tensor. At the MANY-th call in one function, rank 0 logs a hint.
 
-    One call for all tensors is much faster. mpistrat cannot merge the calls by itself: the first call returns before
-    the second is traced, so the first tensor would have to wait for the last one. A program that waits for the first
-    result between the calls, in a way that the graph does not show, would hang. A list of tensors from the user rules
-    such a program out.
+    One call of grouped_allreduce for all tensors is much faster. mpistrat cannot merge the calls by itself, because the
+    first tensor would then have to wait for the last call. A program that needs the first result before the last call,
+    in a way that the graph does not show, would hang. If the user passes a list of tensors, no program can do that.
     """
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or session_graph() is not None:
         return
@@ -266,7 +265,7 @@ def _count_call(tensor: object, process_set: int) -> None:
 
 def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | None, prescale: float,
             postscale: float) -> ScaledOp:
-    """The requested reduction. Raises NotImplementedError for Adasum of tf.IndexedSlices; else as resolve_op."""
+    """Return the operation and its factors. Raises as resolve_op; NotImplementedError: Adasum of tf.IndexedSlices."""
     if average is None and op == Adasum and any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("The Adasum reduction does not currently support sparse tensors. As a workaround "
                                   "please pass sparse_as_dense=True to DistributedOptimizer")  # Horovod's words
@@ -274,9 +273,9 @@ def _op_for(tensors: Sequence[Reducible], op: ReduceOp | None, average: bool | N
 
 
 def name_of(operation: str, name: str | None, process_set: int, ignore_name_scope: bool = False) -> str:
-    """The name by which the ranks match a collective: `name`, or if it is None a new name for each call in a graph.
+    """Return the name by which the ranks match a collective: from the user's `name`, or else from `operation`.
 
-    Raises InvalidRequestError: As names.made.
+    Raises InvalidRequestError: As names.made, if `name` is None.
     """
     return given(name, ignore_name_scope) if name else made(operation, process_set)
 
@@ -330,7 +329,7 @@ def _reducescatter(operation: str, tensors: Sequence[Reducible], compression: ty
         return []
     name = name_of(operation, name, number, ignore_name_scope)
     scaled = scaled_op(op, prescale, postscale)
-    compressed = Compressed(dense, compression, by_host=True)
+    compressed = Compressed(dense, compression, is_scattered=True, process_set=number)
     scattered = with_gradient(lambda values: _scatter_list(values, scaled, name, number),
                               ReduceScatterGradient(name, scaled, number), compressed.tensors)
     return compressed.restored(scattered)
@@ -348,7 +347,7 @@ def _scatter_list(tensors: Sequence[tf.Tensor], scaled: ScaledOp, name: str, pro
 
 @dataclass(frozen=True)
 class ReduceScatterGradient(Gradient):
-    """The gathered gradients, multiplied by the scale factors and, for Sum, by the number of ranks, as in Horovod."""
+    """The gradient of a reduce-scatter: the gathered gradients, times the factors and, for Sum, the number of ranks."""
 
     name: str
     scaled: ScaledOp  # a list after JSON
@@ -371,8 +370,8 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
 
     Args:
         tensor: A tensor of at least one dimension. The first dimension may differ among ranks.
-        splits: The number of rows for each rank, in rank order: 1-D integers. Their sum may be less than all rows.
-            Default: the same number for each rank; all rows must divide evenly among the ranks.
+        splits: The number of rows for each rank, in rank order: 1-D integers. Their sum may be less than the number of
+            rows. Default: the same number for each rank. The rows must then divide evenly among the ranks.
         name: Identifies the collective on all ranks.
         ignore_name_scope: Leave name scopes out of the name.
         process_set: The ranks that take part.
@@ -394,7 +393,7 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
 
 
 def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
-    """The splits of the caller in the dtype in which the ranks exchange them."""
+    """Return the caller's splits as int32, the dtype in which the ranks exchange them."""
     given = tf.convert_to_tensor(splits)
     if not given.dtype.is_integer:
         raise as_tf_error(no_int32_splits(name, splits))
@@ -403,7 +402,7 @@ def _splits(name: str, splits: Reducible | Sequence[int]) -> tf.Tensor:
 
 
 def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
-    """Splits that give all ranks the same number of rows. A graph detects an uneven number of rows when it runs."""
+    """Return splits with the same number of rows for each rank. A graph may detect uneven rows only when it runs."""
     if isinstance(size, int) and tensor.shape.rank and tensor.shape[0] is not None:
         try:
             return tf.constant(even_splits(name, int(tensor.shape[0]), size), tf.int32)
@@ -416,7 +415,7 @@ def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
 
 def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
                    process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """As _exchange, but differentiable with respect to the rows."""
+    """Return the rows that the ranks sent to this rank, and how many each rank sent. The rows are differentiable."""
     received: list[tf.Tensor] = []
 
     def exchange(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -440,7 +439,7 @@ def _exchange(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int)
 
 @dataclass(frozen=True)
 class AllToAllGradient(Gradient):
-    """The gradients of the rows that this rank has sent, sent back by the ranks that have received them."""
+    """The gradient of an all-to-all: the ranks that received this rank's rows send the gradients of the rows back."""
 
     name: str
     process_set: int

@@ -85,7 +85,9 @@ def test_on_one_host_it_is_said_once_that_nothing_changes(rank: int, monkeypatch
         getattr(hvd.Compression, "int4")  # noqa: B009 - a user's slip, which mypy sees otherwise
 
 
-def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
+def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int, monkeypatch: pytest.MonkeyPatch,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compression, "_told", [])
     with under(TWO_HOSTS if size > 2 else HOST_EACH):
         values = np.linspace(-1, 1, 10_000, dtype=np.float32) * (mpistrat.rank() + 1)
 
@@ -100,6 +102,7 @@ def test_what_is_not_a_sum_of_floats_is_sent_as_it_is(size: int) -> None:
         scattered = [hvd.reducescatter(tf.constant(values), compression=each)
                      for each in (hvd.Compression.none, hvd.Compression.int8)]
         np.testing.assert_array_equal(*scattered)
+        assert ("this is a reduce-scatter, which Compression.bf16 compresses" in caplog.text) == (mpistrat.rank() == 0)
         slices = tf.IndexedSlices(tf.constant(values.reshape(10, -1)), tf.range(10), dense_shape=(20, 1000))
         plain, sent = both(slices)
         np.testing.assert_array_equal(plain.values, sent.values)

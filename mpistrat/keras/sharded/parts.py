@@ -1,10 +1,10 @@
-"""The plan of which rank updates which part of each variable, and Parts: the parts of one rank.
+"""Plan: which rank updates which part of each variable. Parts: the parts of this rank, and a step with them.
 
-As in ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each rank has the optimizer's state for its parts.
+As in ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each rank has the optimizer's state for its parts only.
 
-A rank updates its parts in separate variables, and all ranks gather the new weights. Whole variables are updated in
-place. The optimizer's own variables for a part have the part's shape, and for a variable without a part on this rank
-no elements. So all ranks have the same number of optimizer variables, in the order of the optimizer without sharding.
+A rank updates copies of its parts (shards), and all ranks gather the new weights. Variables that stay whole are updated
+in place. A slot, an optimizer variable such as a momentum, has the shape of its shard. Without a part on this rank,
+shard and slot have no elements. So all ranks have as many slots, in the same order, as the optimizer without sharding.
 """
 
 import math
@@ -45,7 +45,7 @@ _LEAST_ROWS = 64
 
 @dataclass(frozen=True)
 class Planned:
-    """A variable: its shape, its dtype and the bytes of an element."""
+    """A variable as the plan sees it: its shape, its dtype and the bytes of an element."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,7 +62,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a flat variable from `start` to `stop` that one rank updates, in rows of `width` elements."""
+    """The part of a variable that one rank updates: elements `start` to `stop`, flattened, in rows of `width`."""
 
     start: int
     stop: int
@@ -79,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Variables of one dtype, concatenated to one array of a collective."""
+    """Variables of one dtype, concatenated to one array of a collective, and the rows of the array for each rank."""
 
     members: tuple[int, ...]  # The indices of the variables
     sizes: tuple[int, ...]  # The number of elements of each variable
@@ -91,7 +91,7 @@ class Block:
         return (sum(self.rows),) if self.width == 1 else (sum(self.rows), self.width)
 
     def parts(self, rank: int) -> list[Part]:
-        """Return a rank's part of each member. A part may be empty."""
+        """Return a rank's part of each variable in the block. A part may be empty."""
         stop = sum(self.rows[:rank + 1]) * self.width
         start = stop - self.rows[rank] * self.width
         found = []
@@ -119,13 +119,14 @@ class Plan:
 def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequence[int] | None = None,
             bucket_bytes: int = BUCKET_BYTES, first_bytes: int | None = None,
             small_bytes: int = JOINED_TENSOR_BYTES, owner: int | None = None) -> Plan:
-    """Divide variables among `size` ranks, from the last variable to the first.
+    """Return the division of variables among `size` ranks, in buckets from the last variable to the first.
 
     Args:
         is_split: True: each rank gets an equal part of each large variable, and of the small variables together. False:
-            variables stay whole. Each, from the largest on, goes to the rank that has the fewest bytes so far.
+            variables stay whole. Each, the largest first, goes to the rank with the fewest bytes so far.
         indices: The indices of the variables to divide, in rising order; None: all.
-        bucket_bytes, first_bytes, small_bytes: As in tensorflow/graph/buckets.py.
+        bucket_bytes, first_bytes: The most bytes of a bucket, and of the first bucket (None: `bucket_bytes`).
+        small_bytes: Variables with fewer bytes are small, and are concatenated.
         owner: The rank that gets all variables as a whole; None: all ranks get some.
     """
     indices = range(len(tensors)) if indices is None else indices
@@ -158,7 +159,7 @@ def _blocks(tensors: Sequence[Planned], group: Sequence[int], size: int, owners:
 
 
 def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> dict[int, int]:
-    """Return the rank that owns each whole variable."""
+    """Return the rank that gets each variable as a whole, by the index of the variable."""
     loads, owners = [0] * size, {}
     for index in sorted(indices, key=lambda index: (-tensors[index].nbytes, index)):
         owners[index] = loads.index(min(loads))
@@ -170,9 +171,9 @@ def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> di
 
 
 class _Noting(list):
-    """The shards for which an optimizer is built. `current` is the index of the shard that build() is looking at.
+    """The list of shards for an optimizer's build(). `current` is the index of the shard that build() is looking at.
 
-    A slice, which build() keeps, has the trained variables instead of the shards.
+    A slice has the trained variables in place of the shards, because build() keeps a slice as its variables.
     """
 
     def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
@@ -190,17 +191,17 @@ class _Noting(list):
 
 
 class Parts:
-    """This rank's parts. Not thread-safe, like the optimizer.
+    """This rank's parts of the variables of a sharded optimizer. Not thread-safe, like the optimizer.
 
     Attributes:
         variables: The variables that the optimizer trains, the same on all ranks.
         reducer: The reducer of the gradients, with a process set of several ranks.
-        topology, number: The ranks, and the id of their process set.
-        of_index: This rank's part of each variable, by its index in the list.
-        shards: For each variable the one that this rank updates: a variable with its part; the variable itself, if this
-            rank has the whole or gradients overwrite it (on all ranks); or a variable without elements.
-        noting: The shards for build(). `note` records the optimizer's variables that are made meanwhile.
-        slots: The index of the trained variable, by the id of each optimizer variable that belongs to it.
+        topology, number: The topology and the id of this process set.
+        of_index: This rank's part of each variable, by the index in `variables`.
+        shards: What this rank updates for each variable: a variable with this rank's part; the variable itself, if this
+            rank has the whole variable or gradients overwrite it; or a variable without elements.
+        noting: The shards as an argument for build(). `note` records the optimizer's variables that build() makes.
+        slots: The index of the trained variable to which an optimizer variable belongs, by the optimizer variable's id.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], reducer: GradientReducer, is_split: bool,
@@ -233,7 +234,7 @@ class Parts:
 
     @contextmanager
     def made_for(self, reference: object) -> Iterator[None]:
-        """A context in which the optimizer makes a variable for one of the shards."""
+        """Return a context in which new variables of the optimizer belong to the shard `reference`."""
         before, self.noting.current = self.noting.current, self._shard_indices.get(id(reference), self.noting.current)
         try:
             yield
@@ -241,7 +242,7 @@ class Parts:
             self.noting.current = before
 
     def note(self, slot: keras.Variable) -> None:
-        """Record a new variable of the optimizer, made in `made_for` or for the shard that build() looks at."""
+        """Record that a new optimizer variable belongs to the shard of `made_for`, or of the loop in build()."""
         index = self.noting.current
         if index is not None and index in self.of_index:
             self.slots[id(slot)] = index
@@ -257,30 +258,30 @@ class Parts:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def reduce(self, gradients: Sequence[OptionalGradient]) -> list[OptionalGradient]:
-        """Reduce the gradients of all variables, and return this rank's parts. None stays None. Collective."""
+        """Reduce the gradients of all variables, and return this rank's part of each. None stays None. Collective."""
         return self.reducer.reduce(gradients, self.variables, self._reduce_to_owners)
 
     def read(self, indices: Sequence[int]) -> None:
-        """Set the parts to the present values of the variables. Local."""
+        """Copy the present values of these variables into this rank's shards. Local."""
         for i in indices:
             if self.plan.is_split and i in self.of_index:
                 self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_index[i]))
 
     def updated(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices with a part on this rank. If there is none, return the first, so that the step counts."""
+        """Return the indices with a part on this rank; if there are none, the first index, so Keras counts the step."""
         return [i for i in indices if i not in self.of_index or self.of_index[i].size] or list(indices[:1])
 
     def begin(self, shards: Sequence[Variable]) -> None:
-        """Begin to apply gradients to some of the shards."""
+        """Remember the shards to which gradients are about to be applied. `squares` needs them."""
         self._applied = [self._shard_indices[id(shard)] for shard in shards]
 
     def original_of(self, shard: Variable) -> Variable:
-        """Return the variable of which `shard` is a part: a Keras variable for a Keras one, else a tf.Variable."""
+        """Return the variable of which `shard` is a part: a Keras variable or a tf.Variable, as `shard` is."""
         original = self.variables[self._shard_indices[id(shard)]]
         return original if isinstance(shard, keras.Variable) else original.value
 
     def squares(self, gradients: Sequence[Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums of squares of the whole gradients that are applied here, and of all gradients. Collective."""
+        """Return the squared norm of each whole gradient, from its parts, and of all gradients together. Collective."""
         dtype = tf.float64 if any(v.dtype == "float64" for v in self.variables) else tf.float32
         own = [tf.zeros([], dtype)] * len(self.variables)
         for i, gradient in zip(self._applied, gradients, strict=True):
@@ -291,7 +292,7 @@ class Parts:
         return [each[i] for i in self._applied], tf.reduce_sum(sums)
 
     def publish(self, indices: Sequence[int]) -> None:
-        """Set the variables to the new parts of all ranks. Collective."""
+        """Gather the updated parts of all ranks, and assign them to these variables. Collective."""
         changed, assigned = set(indices), list[list[tf.Operation]]()
         for bucket in self.plan.buckets:
             blocks = [block for block in bucket if changed.intersection(block.members)]
@@ -314,7 +315,7 @@ class Parts:
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                           variables: Sequence[Variable],
                           exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-        """Call gradients.reduce_gradients, but return only this rank's parts. `exact` has scalars."""
+        """Reduce like gradients.reduce_gradients, but return this rank's parts. `exact` has scalars to reduce too."""
         indices = list(spec.indices)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
@@ -328,7 +329,7 @@ class Parts:
 
     def _scatter(self, gradients: dict[int, Tensor], spec: ReduceSpec, options: GradientOptions,
                  exact: list[tf.Tensor]) -> list[Tensor]:
-        """Reduce-scatter each bucket, and gather tf.IndexedSlices. The last bucket has `exact` once for each rank."""
+        """Reduce-scatter the buckets, and gather tf.IndexedSlices. `exact` is summed together with the last bucket."""
         spec = observed_eagerly(list(gradients.values()), spec)
         own: dict[int, Tensor] = {}
         for i, gradient in gradients.items():
@@ -347,7 +348,7 @@ class Parts:
                                           tf.zeros([size], self.variables[i].dtype)
                                           for i, size in zip(block.members, block.sizes, strict=True)]), block.shape)
                       for block in blocks]
-            compressed = Compressed(arrays, options.compression, by_host=True)
+            compressed = Compressed(arrays, options.compression, is_scattered=True, process_set=self.number)
             name = f"{spec.name}/scatter{number}"
             shapes = [tf.TensorShape([block.rows[self.topology.rank], *block.shape[1:]]) for block in blocks]
             is_small = sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in arrays) <= SUBMIT_WAIT_BYTES
@@ -368,7 +369,7 @@ class Parts:
         return [*(own[i] for i in gradients), *map(tf.squeeze, totals)]
 
     def _own(self, index: int, gradient: Tensor) -> Tensor:
-        """This rank's part of a reduced gradient."""
+        """Return this rank's part of a reduced gradient."""
         part = self.of_index[index]
         if not self.plan.is_split:
             # A rank without a part makes the step too, for the first variable and without elements.
@@ -377,7 +378,7 @@ class Parts:
 
 
 def _component(variable: keras.Variable) -> tf.Variable:
-    """Return the tf.Variable of a variable. A variable of a strategy contains it."""
+    """Return the tf.Variable in a Keras variable, or in the strategy's variable that the Keras variable contains."""
     return getattr(variable.value, "values", [variable.value])[0]
 
 
@@ -391,13 +392,13 @@ def _joined(flat: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _cut(tensor: tf.Tensor, part: Part) -> tf.Tensor:
-    """A part of a dense tensor."""
+    """Return a part of a dense tensor."""
     rows = tf.reshape(tensor, [-1] if part.width == 1 else [-1, part.width])
     return rows[part.start // part.width:part.stop // part.width]
 
 
 def _rows_of(slices: tf.IndexedSlices, part: Part) -> tf.IndexedSlices:
-    """Return the rows of tf.IndexedSlices in a part, in order. The rows of a part may be finer than the slices."""
+    """Return the rows of tf.IndexedSlices that are in a part, in order. A slice may contain several rows of a part."""
     each = slices.values.shape[1:].num_elements() // part.width
     values = tf.reshape(slices.values, [-1] if part.width == 1 else [-1, part.width])
     indices = tf.reshape(slices.indices[:, tf.newaxis] * each + tf.range(each, dtype=slices.indices.dtype), [-1])
