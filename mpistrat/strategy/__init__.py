@@ -1,4 +1,4 @@
-"""MPIStrategy: tf.distribute with one replica per rank. The package `keras` adapts Keras to MPIStrategy.
+"""MPIStrategy: tf.distribute with one replica per rank. The subpackage `keras` adapts Keras to MPIStrategy.
 
 `mpistrat.tensorflow` exports the public names of this package as lazy attributes.
 """
@@ -20,15 +20,15 @@ _logger = logging.getLogger(__name__)
 
 
 def _adapt_keras(is_needed: bool) -> Callable[[], None]:
-    """Return the function that adapts Keras to MPIStrategy. Without Keras 3 the function does nothing.
+    """Return the function that adapts Keras to MPIStrategy. The function does nothing if Keras 3 is missing.
 
-    Keras 2 is adapted too, if the process has imported it by now.
+    Keras 2 (tf_keras) is adapted too, if the process has already imported it.
 
-    Raises MissingDependencyError: This version of Keras cannot be adapted, or `is_needed` and there is no Keras 3.
-    Without the error each rank would silently train a model of its own.
+    Raises MissingDependencyError: This version of Keras 3 cannot be adapted, or `is_needed` and Keras 3 is missing or
+    not in use. Without the error each rank would silently train a separate model.
     """
     if is_needed and is_keras2_in_use():
-        raise MissingDependencyError('variables="sharded" needs optimizers of Keras 3, but tf.keras is Keras 2 '
+        raise MissingDependencyError('variables="sharded" and "central" need Keras 3, but tf.keras is Keras 2 '
                                      '(TF_USE_LEGACY_KERAS). Write variables="mirrored", or use Keras 3.')
     try:
         apply: Callable[[], None] = import_module("mpistrat.strategy.keras").apply

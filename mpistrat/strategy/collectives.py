@@ -1,7 +1,7 @@
 """The collectives of strategies. The tensors of one call are reduced together.
 
-Like all collectives they are submitted in program order (see bridge.program_order). In a graph a strategy's collective
-is also complete before the next one is submitted.
+Like all collectives they are submitted in program order (see bridge.program_order). In a graph, all later collectives
+also wait until a collective of a strategy is complete.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
                operation: str = "all_reduce", bucket_bytes: int = 0) -> list[Tensor]:
     """Reduce tensors and tf.IndexedSlices over the ranks, in one call. Collective, differentiable.
 
-    `values`: The same number, dtypes and shapes on all ranks; slices may differ in the number of rows. `operation`: The
-    purpose, a part of the name that identifies the collective on all ranks.
+    `values`: Equal number, dtypes and shapes on all ranks; slices may differ in the number of rows. `operation`: A word
+    for the purpose, which is a part of the collective's name.
     """
     tensors = list(map(as_tensor, values))
     if runtime.current().topology.size == 1 or not tensors:
@@ -40,14 +40,15 @@ def all_reduce(values: Sequence[Reducible], op: tf.distribute.ReduceOp | ReduceO
 
 
 def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
-    """Concatenate the ranks' values along `axis`, in rank order. The sizes of `axis` may differ. Collective.
+    """Concatenate the values of all ranks along `axis`, in rank order. The sizes of `axis` may differ. Collective.
 
-    Raises ValueError: A value is a scalar, or has no such axis. InvalidArgumentError, in eager mode also a
-    MismatchError: On every rank, when the values differ in rank, dtype or the size of another axis.
+    Raises ValueError: A value has no such axis. GatherError, or in a graph
+    InvalidArgumentError: On every rank, if the values differ in dtype, number of axes or the size of another axis.
     """
     tensors = [tf.convert_to_tensor(v) for v in values]
-    if any(tensor.shape.rank == 0 for tensor in tensors):
-        raise ValueError("all_gather needs tensors with at least one axis. Reshape a scalar to (1,).")
+    for shape in (tensor.shape for tensor in tensors):
+        if shape.rank is not None and axis not in range(-shape.rank, shape.rank):
+            raise ValueError(f"a tensor of shape {shape} has no axis {axis} to gather along. Reshape a scalar to (1,).")
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]
@@ -59,19 +60,15 @@ def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
 
 
 class GatherError(MismatchError, tf.errors.InvalidArgumentError):
-    """The ranks' values cannot be concatenated. TensorFlow's own strategies raise InvalidArgumentError here."""
+    """The values of the ranks cannot be concatenated. (TensorFlow's own strategies raise InvalidArgumentError.)"""
 
     def __init__(self, text: str):
         tf.errors.InvalidArgumentError.__init__(self, None, None, text)
 
 
 def _swapped(tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """The tensor with `axis` and the first dimension exchanged."""
-    if axis == 0:
-        return tensor
-    order = list(range(tensor.shape.rank))
-    order[0], order[axis] = order[axis], order[0]
-    return tf.transpose(tensor, order)
+    """Return the tensor with its axes 0 and `axis` exchanged."""
+    return tensor if axis == 0 else tf.experimental.numpy.swapaxes(tensor, 0, axis)
 
 
 def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label: str = "") -> tf.Tensor:
@@ -82,7 +79,7 @@ def broadcast_from_first(tensor: tf.Tensor, operation: str = "broadcast", label:
 
 
 def in_program_order(operation: str, collective: Callable[[str], list[T]]) -> list[T]:
-    """Call `collective(name)` so that it runs after all earlier collectives of the program."""
+    """Run `collective(name)` after all earlier collectives of the program. Return its results. `name` is made here."""
     if tf.executing_eagerly() and files.in_alone():
         raise InvalidRequestError(
             f"{operation} is a collective, but this rank writes a file without the other ranks. Compute the value on "

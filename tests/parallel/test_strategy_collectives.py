@@ -67,9 +67,10 @@ def test_gather(strategy: MPIStrategy, way: Callable, axis: int, size: int) -> N
     np.testing.assert_array_equal(joined, np.concatenate([part(r) for r in range(size)], axis))
 
 
-def test_a_scalar_cannot_be_gathered(strategy: MPIStrategy) -> None:
-    with pytest.raises(ValueError, match=r"Reshape a scalar to \(1,\)"):
-        strategy.gather(tf.constant(1.0), 0)
+def test_a_value_without_the_axis_cannot_be_gathered(strategy: MPIStrategy) -> None:
+    for value, axis in ((1.0, 0), ([1.0], 1), ([[1.0]], -3)):
+        with pytest.raises(ValueError, match=rf"has no axis {axis} to gather along. Reshape a scalar to \(1,\)"):
+            strategy.gather(tf.constant(value), axis)
 
 
 @each_way
