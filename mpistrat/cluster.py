@@ -1,8 +1,8 @@
 """Forms a TensorFlow cluster of the ranks, and describes the cluster to TensorFlow's own strategies, without TF_CONFIG.
 
-Each rank has a role, an address, and a port that is reserved for its server. A formed cluster needs neither the engine
-nor MPI: each rank has a connection to the chief, on which each side notices the end of the other side
-(process/peers.py). Any thread may use it.
+Each rank has a role, an address, and a port that is reserved for its server. Once a cluster is formed, it needs neither
+the engine nor MPI: each rank has a connection to the chief, by which the rank and the chief notice each other's end
+(process/peers.py). Any thread may use the cluster.
 """
 
 import atexit
@@ -41,10 +41,10 @@ _ACCEPT_LIMIT_S = 30.0  # The limit for the next rank to connect.
 class ReservedPort:
     """A TCP port of this host that no other program gets, and that a server in this process can bind at any time.
 
-    The port is bound with SO_REUSEPORT and does not listen. The kernel never assigns a bound port to a program that
-    requests any free port, neither to listen nor to connect from. The kernel rejects a request for this port number,
-    except with SO_REUSEPORT by the same user. The server makes such a request while the port is still reserved, so the
-    port is never free in between. All connections go to the server, because this socket does not listen.
+    A socket of this object is bound to the port with SO_REUSEPORT, and does not listen. The kernel never assigns a
+    bound port to a program that requests any free port. It rejects a request for this port number unless the request
+    uses SO_REUSEPORT and comes from the same user. The server makes such a request before the port is released, so the
+    port is never free in between. All connections go to the server, because the socket here does not listen.
 
     Raises OSError: There is no free port.
     """
@@ -64,7 +64,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Release the port. A server that has bound the port keeps it. May be called twice."""
+        """Release the port. A server that has bound the port keeps the port. A second call does nothing."""
         self._socket.close()
 
 
@@ -86,9 +86,9 @@ class Cluster:
         atexit.register(self._finish)
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """As in MPIClusterResolver. Raises NotInitializedError in a process that was forked from a rank.
+        """Wait until the chief has ended or has left the cluster; see MPIClusterResolver.wait_for_chief.
 
-        After the first call, collectives of other ranks that need this rank fail instead of waiting for it.
+        After the first call, collectives that need this rank fail. Raises NotInitializedError in a forked process.
         """
         forked.require_rank()
         if self._is_chief:
@@ -104,7 +104,7 @@ class Cluster:
         return True
 
     def close(self) -> None:
-        """As in MPIClusterResolver. In a process that was forked from a rank, close() does nothing."""
+        """Leave the cluster; see MPIClusterResolver.close. Does nothing in a process that was forked from a rank."""
         if forked.is_child():
             return
         if not self._has_left:
@@ -116,14 +116,14 @@ class Cluster:
         self._port.close()
 
     def _abandon_collectives(self) -> None:
-        """Make shutdown() not wait for ranks that have died. The chief's last message lists these ranks."""
+        """Make shutdown() not wait for ranks that have died. The chief sends a list of them when it leaves."""
         if self._peers.died:
             self._runtime.abandon(
                 f"ranks {sorted(self._peers.died)} have died, so collectives among all ranks are not possible any more."
                 " Work without collectives, such as training with parameter servers, can continue.")
 
     def _finish(self) -> None:
-        """At the end of the script, before shutdown(): close the cluster, and on other ranks wait for the chief."""
+        """Close the cluster. Unless this is the chief, wait for the chief. Runs at exit, before shutdown()."""
         if forked.is_child():
             return
         self.close()
@@ -139,7 +139,7 @@ class Cluster:
             self._peers.stop()
 
     def _rank_ended(self, rank: int, end: End) -> None:
-        """On the chief: note that a rank has ended before the chief. Called in the thread of Peers."""
+        """On the chief, log that a rank has ended. If the last worker has died, end the job. Called by Peers."""
         role, index = self._roles[rank]
         logger.log(logging.INFO if end is End.LEFT else logging.WARNING, "rank %d (%s %d, on %s) %s before the chief",
                    rank, role.value, index, self._topology.host_of[rank], end.value)
@@ -155,7 +155,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Offer:
-    """The first message of each rank to all others."""
+    """The first message of each rank to all other ranks, when a cluster is formed."""
 
     jobs: Mapping[str, int] | None  # The number of ranks for each role, as given to `form`.
     problem: str  # The reason why this rank cannot take part; "" if it can.
@@ -166,7 +166,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Link:
-    """The second message of each rank: both addresses of its connection to the chief, or a problem."""
+    """The second message of each rank: the addresses of both ends of its connection to the chief, or a problem."""
 
     own: str = ""  # On the chief, both addresses are "".
     chief: str = ""
@@ -174,7 +174,7 @@ class Link:
 
 
 def form(jobs: Mapping[str, int] | None = None) -> Cluster:
-    """Form a cluster of the ranks. Collective. MPIClusterResolver describes the argument and the errors."""
+    """Form a cluster of the ranks. Collective. MPIClusterResolver describes `jobs` and the errors."""
     current = runtime.current()
     topology = current.topology
     with contextlib.ExitStack() as on_failure:
@@ -207,8 +207,8 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
     """Return for each rank the address at which other ranks reach it, or its host name if there is only one host.
 
-    On the chief's host, that is the address at which the first rank of another host reached the chief. On any other
-    host, it is the address from which the rank connected to the chief.
+    For ranks on the chief's host, the address is that at which the first rank of another host reached the chief. For
+    any other rank, it is the address from which the rank connected to the chief.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:
@@ -252,7 +252,7 @@ def _connect(topology: Topology, offers: Sequence[Offer], peers: Peers) -> Link:
 
 
 def _raise_together(problems: Sequence[str]) -> None:
-    """Raise ClusterError on every rank, if any rank has a problem. `problems` has the text of each rank, or ""."""
+    """Raise ClusterError on every rank if any rank has a problem. `problems`: A text for each rank, "" for none."""
     ranks = ranks_by_value(problems)
     ranks.pop("", None)
     if len(ranks) == 1 and len(next(iter(ranks.values()))) == len(problems):
@@ -264,7 +264,7 @@ def _raise_together(problems: Sequence[str]) -> None:
 # -- MPIClusterResolver ------------------------------------------------------------------------------------------------
 
 class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
-    """Takes roles from the ranks, gathers addresses over MPI, and reserves ports until TensorFlow's servers bind them.
+    """Assigns roles to the ranks, gathers their addresses over MPI, and reserves a port for the server of each rank.
 
         hvd.init()
         resolver = MPIClusterResolver({"chief": 1, "worker": 2, "ps": 1})
@@ -273,11 +273,11 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         else:
             strategy = tf.distribute.ParameterServerStrategy(resolver)
 
-    The constructor is collective. The methods are not, so any rank may call them at any time. The work of the other
-    ranks ends when the chief calls `close`, or at the end of the chief's script.
+    The constructor is collective. The methods are not, so any rank may call them at any time. The other ranks work
+    until the chief calls `close`, or until the chief's script ends.
 
-    The address of each rank is `localhost` if all ranks share a host, and otherwise the address from which its host has
-    connected to the chief's host. A TF_CONFIG of the platform is ignored: the tasks are the ranks of mpirun.
+    If all ranks are on one host, the address of each rank is `localhost`. Otherwise it is the address that the host of
+    the rank uses for the connection to the chief. TF_CONFIG is ignored, because the tasks are the ranks of mpirun.
 
     Args:
         jobs: The number of ranks for each role. Ranks get their roles in the order of the dict, and the chief is
@@ -319,7 +319,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return tf.train.ClusterSpec(self._cluster.spec)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the URL of a task's server, by default of this rank's; "" for an evaluator, which has no server."""
+        """Return the URL of the server of a task (default: this rank); "" for an evaluator, which has no server."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type not in self._cluster.spec:
@@ -330,13 +330,13 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None,
                          config_proto: tf.compat.v1.ConfigProto | None = None) -> dict[str, int]:
-        """Return the number of devices of each kind in a task. All tasks are assumed to have the same devices."""
+        """Return the number of devices of each kind in a task. The result is the same for all tasks."""
         if self._num_accelerators is not None:
             return dict(self._num_accelerators)
         return {"GPU": len(tf.config.get_visible_devices("GPU"))}
 
     def serve(self) -> None:
-        """Run this rank's tf.distribute.Server until the chief has ended. For workers and ps. This thread sleeps.
+        """Run this rank's tf.distribute.Server until the chief has ended. Only workers and ps may call it.
 
         Raises:
             RankDiedError: The chief has died.
@@ -354,7 +354,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self._cluster.wait_for_chief()
 
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
-        """Wait until the chief has ended or called close(). This thread sleeps. Returns False after `timeout_s`.
+        """Wait until the chief has ended or has called close(). Returns False after `timeout_s`, otherwise True.
 
         Raises:
             RankDiedError: The chief has died.
@@ -363,7 +363,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return self._cluster.wait_for_chief(timeout_s)
 
     def close(self) -> None:
-        """On the chief: end the work, so that all other ranks can end. On other ranks: leave the cluster early.
+        """Leave the cluster. When the chief leaves, serve() and wait_for_chief() of the other ranks return.
 
         Python calls close() at the end of the script. A second call does nothing.
         """

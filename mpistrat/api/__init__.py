@@ -1,1 +1,1 @@
-"""The API on arrays: init and shutdown, ranks, collectives. It also wires the packages below together."""
+"""The API for arrays: init() and shutdown(), ranks, collectives. init() creates the backends and the engine."""

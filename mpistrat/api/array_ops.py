@@ -1,12 +1,12 @@
 """Collectives on numpy and cupy arrays, and on tensors of any library that supports DLPack, on CPU or GPU.
 
-The result is a tensor of the same library as the input, made by the library's `from_dlpack`. For numbers, sequences,
+The result is a tensor of the input's library, made by the `from_dlpack` of that library. For numbers, sequences,
 and libraries without `from_dlpack`, the result is a numpy array, or a cupy array if the input is on a GPU.
 
-Every function is collective over the ranks of `process_set`, by default all ranks. Any thread may call the functions.
-The calls of the ranks are matched by `name`, a string that is not empty. Without a name (None), a blocking call uses
-the name of its operation. An asynchronous call without a name also gets a number, so all ranks of the set must make
-such calls in the same order. The numbers restart after a join().
+Every function with an argument `process_set` is collective over the ranks of that set (default: all ranks). Any thread
+may call it. Calls of different ranks with the same `name` are one collective. The default name of a blocking call is
+the name of its operation. The default name of an asynchronous call also has a number, therefore all ranks of the set
+must make such calls in the same order. The numbers restart after a join().
 """
 
 import pickle
@@ -61,20 +61,20 @@ class AsyncResult(Generic[T]):
 
     @property
     def name(self) -> str:
-        """The name by which the calls of the ranks are matched."""
+        """The name of the collective. Calls of different ranks with the same name are one collective."""
         return self._handle.name
 
     def done(self) -> bool:
-        """Return whether `wait` would return or raise at once."""
+        """Return whether the collective is complete or has failed. If so, `wait` does not block."""
         return self._handle.is_done
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Block until the collective is complete and return its result.
 
         Raises:
-            MismatchError: On every rank, when the ranks disagree; names the tensor, the values and the ranks.
-            EngineError: The engine has ended (StallError, ShutdownError).
-            TimeoutError: The collective is not complete after `timeout_s`. It continues; `wait` may be called again.
+            MismatchError: On every rank, if the ranks' arguments do not match. The text names tensor, values and ranks.
+            EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
+            TimeoutError: `timeout_s` have passed. The collective continues, and `wait` may be called again.
         """
         return self._finish(self._restore(self._handle.wait(timeout_s)))
 
@@ -94,12 +94,12 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
 
     Args:
         array: A number, a sequence, a numpy or cupy array, or a tensor that supports DLPack, of any shape. All ranks
-            must pass the same shape and dtype, and all must pass CPU tensors or all GPU tensors.
+            must pass the same shape and dtype. Either all ranks pass CPU tensors, or all ranks pass GPU tensors.
         average: Deprecated form of `op`: True is Average, False is Sum.
         name: The calls of all ranks with this name are one collective.
-        op: Average (the default), Sum, Min, Max or Product. Half precision is summed in float32 and rounded once;
-            twice if there are several hosts with several ranks each. NCCL rounds it at every rank. An average of
-            integers is truncated toward zero.
+        op: Average (the default), Sum, Min, Max, Product or Adasum. Half precision is summed in float32 and rounded
+            once, or twice if several hosts have several ranks each. NCCL rounds the partial sum on every rank. An
+            average of integers is truncated toward zero.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
         process_set: The ranks that take part. An average divides by the number of these ranks.
@@ -110,8 +110,8 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
     Raises:
         InvalidRequestError: On this rank, if `op` is not defined for the dtype, or the rank is not in the process set.
         DuplicateNameError: On this rank, if a collective with the same name is not complete.
-        MismatchError: On every rank, when the ranks disagree; names the tensor, the values and the ranks.
-        EngineError: The engine has ended (StallError, ShutdownError).
+        MismatchError: On every rank, if the ranks' arguments do not match. The text names tensor, values and ranks.
+        EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
         NotInitializedError: Before init() or after shutdown().
     """
     return _collective([array], _name(name, "allreduce"), process_set, _FIRST,
@@ -130,7 +130,7 @@ def grouped_allreduce_async(arrays: Sequence[TensorLike], average: bool | None =
 def grouped_allreduce(arrays: Sequence[TensorLike], average: bool | None = None, name: str | None = None,
                       op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                       process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Reduce several arrays as one collective; see allreduce. Dtypes may differ. `[]` returns `[]`."""
+    """Reduce several arrays as one collective; see allreduce. Arrays may have different dtypes. `[]` returns `[]`."""
     return _collective(arrays, _name(name, "grouped_allreduce"), process_set, list,
                        partial(allreduce_request, scaled=scaled_op(op, prescale_factor, postscale_factor, average)),
                        blocking=True).wait()
@@ -149,7 +149,7 @@ def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSe
     It raises the same errors as allreduce.
 
     Args:
-        array: At least one dimension. The first dimension may differ among ranks, and may be 0.
+        array: An array of one dimension or more. The first dimension may differ among the ranks, and may be 0.
         name: The calls of all ranks with this name are one collective.
         process_set: The ranks that take part.
     """
@@ -184,11 +184,11 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
                   postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set) -> Any:
     """Return this rank's rows of the reduction of `array` over all ranks. Collective.
 
-    The rows are dealt out in rank order. If the rows do not divide evenly, the first ranks get one more row each. It
-    raises the same errors as allreduce.
+    Each rank gets consecutive rows, in rank order. If the rows do not divide evenly, the first ranks get one more row
+    each. The errors are those of allreduce.
 
     Args:
-        array: At least one dimension, the same shape and dtype on all ranks.
+        array: An array of one dimension or more, with the same shape and dtype on all ranks.
         name: The calls of all ranks with this name are one collective.
         op: Average (the default) or Sum.
         prescale_factor: Multiplies every value before the reduction.
@@ -203,7 +203,7 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
 def grouped_reducescatter(arrays: Sequence[TensorLike], name: str | None = None, op: ReduceOp | None = None,
                           prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                           process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Reduce and scatter several arrays as one collective; see reducescatter. Dtypes may differ. `[]` returns `[]`."""
+    """Run reducescatter on several arrays as one collective. Arrays may have different dtypes. `[]` returns `[]`."""
     return _collective(arrays, _name(name, "grouped_reducescatter"), process_set, list,
                        partial(reducescatter_request, scaled=scaled_op(op, prescale_factor, postscale_factor)),
                        blocking=True).wait()
@@ -222,9 +222,9 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
     It raises the same errors as allreduce.
 
     Args:
-        array: At least one dimension. The first dimension may differ among ranks.
-        splits: The number of rows for each rank, in rank order. The sum may be less than the rows of `array`. Default:
-            the same number for each rank; the number of rows must then be divisible by the number of ranks.
+        array: An array of one dimension or more. The first dimension may differ among the ranks.
+        splits: The number of rows to send to each rank, in rank order. The sum may be less than the number of rows.
+            Default: equal numbers; the number of rows must then be divisible by the number of ranks.
         name: The calls of all ranks with this name are one collective.
         process_set: The ranks that take part.
 
@@ -244,26 +244,26 @@ def barrier(name: str | None = None, process_set: ProcessSet = global_process_se
 def join(process_set: ProcessSet = global_process_set) -> int:
     """Wait until every rank of the set has called join(). Collectives of the other ranks continue without this rank.
 
-    For ranks with different numbers of batches: each rank calls join() after its last batch. Collective.
+    Ranks with different numbers of batches use it: each rank calls join() after its last batch. Collective.
 
     - allreduce: this rank contributes nothing, and an average divides by the number of ranks that have submitted a
       tensor. With MPISTRAT_JOIN_AVERAGE=all, an average divides by the number of all ranks, as in Horovod.
     - allgather, allgather_object: the result has nothing of this rank. broadcast, barrier: this rank is not needed.
-    - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: a
-      MismatchError on the other ranks, since there is no result without this rank.
+    - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: the other
+      ranks raise MismatchError, because these collectives have no result without this rank.
 
-    This rank does not get the results of these collectives. The last rank to join has taken part in all of them. So
-    after join(), broadcast the weights with the returned rank as the root.
+    This rank does not get the results of these collectives. The rank that joins last has taken part in all collectives.
+    So after join(), broadcast the weights with the returned rank as the root.
 
     Args:
         process_set: The ranks that wait for each other. Collectives of other process sets wait for this rank.
 
     Returns:
-        The rank (of the job) that was the last to join, the same on all ranks.
+        The rank of the job that joined last. All ranks return the same number.
 
     Raises:
         DuplicateNameError: Another thread of this rank is already in join().
-        EngineError: The engine has ended (StallError, ShutdownError).
+        EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
     """
     group = resolved(process_set).group("join")
     # `submit`, not `run`: the ranks vote on operations of `run`, and join() cannot be voted on.
@@ -272,7 +272,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
 
 
 def dumps(obj: object) -> bytes:
-    """Pickle an object, with cloudpickle if it is installed: it also pickles functions and classes of the script."""
+    """Return an object as pickled bytes. Functions and classes of the script need cloudpickle, which is optional."""
     try:
         import cloudpickle
     except ImportError:
@@ -284,7 +284,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `obj` on every rank. Collective. The `obj` of other ranks is ignored.
 
-    The object is sent with cloudpickle if it is installed, and with pickle otherwise. Only cloudpickle can send
+    The object is pickled by cloudpickle if it is installed, and by pickle otherwise. Only cloudpickle can pickle
     functions and classes that the script defines.
     """
     name = _name(name, "broadcast_object")
@@ -298,19 +298,19 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Return a list of the objects of all ranks, in rank order. Collective; sends objects as broadcast_object does."""
+    """Return a list of the `obj` of all ranks, in rank order. Collective; pickles objects as broadcast_object does."""
     return exchange(obj, (), _name(name, "allgather_object"), process_set)[0]
 
 
 def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -> tuple[list[T], list[list[int]]]:
-    """Return the objects and the marks of all ranks, in rank order; see Group.exchange. Collective."""
+    """Return the `obj` of each rank and the `marks` of each rank, in rank order; see Group.exchange. Collective."""
     payloads, of_ranks = resolved(process_set).group(name).exchange(dumps(obj), name, marks)
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
 def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
                 make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
-    """Submit a collective. `make_request` takes the name, the specs of the tensors, and `device=`."""
+    """Submit a collective on `arrays`. `make_request(name, specs, device=...)` returns its request; see specs_of."""
     group, (tensors, restore) = resolved(process_set).group(name), tensors_of(name, arrays)
     if isinstance(tensors, GpuTensors):
         request = group.request_on_gpu(name, tensors, make_request)
@@ -342,16 +342,16 @@ def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: Proces
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
-    """Return `name`, or if it is None the name of the operation with the next number of the process set."""
+    """Return `name`, or for None a name such as "allreduce.3", whose number counts such calls on the process set."""
     if name is not None:
         return _name(name, operation)
     return f"{operation}.{resolved(process_set).group(operation).next_number(operation)}"
 
 
 def _name(name: str | None, operation: str) -> str:
-    """Return `name`, or if it is None the name of the operation.
+    """Return `name`, or the name of the operation if `name` is None.
 
-    Raises InvalidRequestError: `name` is not a string, or is empty: errors could not name the collective.
+    Raises InvalidRequestError: `name` is not a string, or is empty.
     """
     if name is None:
         return operation

@@ -1,7 +1,7 @@
-"""The names that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` share: Horovod's, and `shard`.
+"""The functions and constants that `mpistrat`, `mpistrat.tensorflow` and `mpistrat.keras` all export.
 
-This module itself has the queries (ranks, sizes, hosts, roles) and the process sets' functions. Any thread may call the
-functions of this module, after init(). All are local, except add_process_set and remove_process_set.
+This module defines the queries (ranks, sizes, hosts, roles) and the functions that change process sets. Any thread may
+call these functions after init(). They are local, except add_process_set and remove_process_set, which are collective.
 """
 
 import logging
@@ -55,17 +55,17 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's index, from 0, among the ranks that have the same local_rank() on their hosts."""
+    """Return this rank's index, from 0, among the ranks with the same local_rank() on all hosts."""
     return runtime.current().topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with the local_rank() of this rank."""
+    """Return the number of ranks, at most one for each host, that have the same local_rank() as this rank."""
     return runtime.current().topology.cross_size
 
 
 def hosts() -> tuple[str, ...]:
-    """Return the names of the hosts, in the order of the lowest rank on each host."""
+    """Return the names of the hosts, sorted by the lowest rank on each host."""
     return runtime.current().topology.hosts
 
 
@@ -77,12 +77,12 @@ def is_homogeneous() -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start a timeline: rank 0 writes the operations of all ranks to a file. Local.
 
-    Only the call of rank 0 has an effect. `mpistrat timeline FILE` reads the file. If the path cannot be written, the
-    disk is full, or a timeline is being written already, rank 0 logs a warning.
+    Calls on ranks other than 0 have no effect. `mpistrat timeline FILE` summarizes the file. If the path cannot be
+    written, the disk is full, or rank 0 is already writing a timeline, rank 0 logs a warning.
 
     Args:
         file_path: The file to write, in Chrome's trace format, for https://ui.perfetto.dev. An old file is replaced.
-        mark_cycles: Whether to mark the start of each cycle, in which a rank executes operations that all ranks called.
+        mark_cycles: Whether to mark the start of each engine cycle, which executes operations that all ranks called.
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -93,10 +93,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete the timeline file of start_timeline or MPISTRAT_TIMELINE. Local; without a timeline it does nothing.
+    """End the timeline that start_timeline() or MPISTRAT_TIMELINE began, if any, and complete its file. Local.
 
-    Only the call of rank 0 has an effect. Rank 0 waits a moment for the last operations of the other ranks. shutdown()
-    calls stop_timeline().
+    Calls on ranks other than 0 have no effect. shutdown() calls stop_timeline().
     """
     forked.require_rank()
     tracer = runtime.current().tracer
@@ -108,7 +107,7 @@ def role(jobs: dict[str, int] | None = None) -> Role:
     """Return this rank's role in a TensorFlow cluster.
 
     Args:
-        jobs: Number of ranks for each role, in rank order, for example
+        jobs: The number of ranks for each role, in rank order, for example
             `{"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}`. Default: rank 0 is the chief, all others are workers.
 
     Raises:
@@ -134,7 +133,7 @@ def cluster_spec(ports: list[int], jobs: dict[str, int] | None = None) -> dict[s
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE). Loads the library."""
+    """Return whether several threads may call the MPI library at once (THREAD_MULTIPLE). Loads that library."""
     runtime.current()
     try:
         mpi = mpi_library.load_mpi()
@@ -182,7 +181,7 @@ def ccl_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return False: there is no backend for AMD GPUs. Their tensors are reduced as CPU tensors."""
+    """Return False: there is no backend for AMD GPUs."""
     return False
 
 
@@ -195,7 +194,7 @@ def gpu_available(ext_base_name: str = "", verbose: bool = False) -> bool:
     """Return whether this process sees a CUDA GPU and can reduce tensors on it. Imports cupy if it is installed.
 
     Args:
-        ext_base_name: Accepted for compatibility with Horovod, ignored. The answer is the same for all frameworks.
+        ext_base_name: Accepted for compatibility with Horovod, ignored. The result is the same for all frameworks.
         verbose: If the result is False, print the reason.
     """
     problem = why_no_cupy()
@@ -213,7 +212,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, and return it. Collective over all ranks of the job, even ranks that are not in the set.
 
     Args:
-        process_set: A ProcessSet, or ranks. All ranks pass the same ranks, or each rank passes its own communicator.
+        process_set: A list of ranks, or a ProcessSet. All ranks must pass the same set. Only sets of communicators may
+            differ: each rank passes the set of its own communicator.
 
     Raises:
         InvalidRequestError: On all ranks, if the set is empty, has ranks that do not exist, or is registered already,
@@ -231,7 +231,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Collective over all ranks of the job. Operations in flight in the set are completed first.
 
     Returns:
-        False if `process_set` is the set of all ranks, or is not registered.
+        Whether a set was removed: False if `process_set` is the set of all ranks, or is not registered.
 
     Raises:
         InvalidRequestError: On all ranks, if the ranks pass different sets.
@@ -245,7 +245,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of `mpistrat doctor`, about one package, library or backend."""
+    """A row of a table that `mpistrat doctor` prints. It describes one package, library or backend."""
 
     label: str  # The name of the item.
     text: str  # The version, or what is missing and how to install it. For a backend: "yes" or "no" with the reason.
@@ -254,7 +254,7 @@ class Row:
 
 
 def backends() -> list[Row]:
-    """Check every known backend. Local. Loads mpi4py with its MPI library, and cupy if it is installed."""
+    """Check whether each backend can be used, and return a row for each. Local. Loads MPI, and cupy if installed."""
     problems = {"local": "", "mpi": ""}
     try:
         mpi_library.require_thread_level(mpi_library.load_mpi())

@@ -1,8 +1,8 @@
 """States of a training script that can be committed, restored and synchronised: Horovod's elastic API.
 
 In a job of `mpistrat run --elastic` a commit outlives the processes: when ranks or hosts are lost, the surviving ranks,
-or the ranks of the next generation, resume from the commit. In other jobs the number of ranks is fixed, `commit` keeps
-a copy in memory, and the loss of a rank ends the job. For users; `sync` is collective, `commit` in elastic jobs only.
+or newly started ranks (the next generation), resume from the commit. In other jobs a commit is only a copy in memory,
+and the loss of a rank ends the job. `sync` is collective. `commit` is collective in jobs of `mpistrat run --elastic`.
 """
 
 import copy
@@ -36,11 +36,11 @@ Snapshot = dict[str, Any]
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Raised by commit() on all ranks if hosts are added or removed. `run` ends the process; new processes go on."""
+    """Raised by commit() on all ranks when hosts change. `run` then ends the process, and new processes continue."""
 
 
 class ElasticSampler:
-    """Distributes the indices of rows that no rank has processed in this epoch. All ranks get equally many indices.
+    """Distributes the rows that are not processed yet in this epoch. Each rank gets the same number of row indices.
 
         sampler = hvd.elastic.ElasticSampler(x)
         state = hvd.elastic.TensorFlowKerasState(model, sampler=sampler)
@@ -49,8 +49,8 @@ class ElasticSampler:
             sampler.record_batch(number, 32)
             state.commit()
 
-    A sampler that is an attribute of a state is saved, restored and synchronised with the state: `sync` exchanges the
-    indices of processed rows, and distributes the remaining rows. So a job that resumes from a commit repeats no row.
+    A sampler that is an attribute of a state is saved, restored and synchronised with the state. `sync` exchanges the
+    indices of processed rows, and distributes the rest. A restart repeats no row that was processed before the commit.
 
     Args:
         dataset: Any object with a length.
@@ -59,7 +59,7 @@ class ElasticSampler:
 
     Attributes:
         epoch: The number of the epoch.
-        processed_indices: The indices of the rows that are processed, as far as this rank knows.
+        processed_indices: The indices of the rows that this rank knows to be processed.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
@@ -75,11 +75,11 @@ class ElasticSampler:
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that this rank has processed its batch `batch_idx`, with `batch_size` rows in each batch. Local."""
+        """Record that this rank has processed its batch `batch_idx`. All batches have `batch_size` rows. Local."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Note that these rows are processed. Local."""
+        """Record that the rows with these indices are processed. Local."""
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -91,26 +91,26 @@ class ElasticSampler:
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a result of state_dict(), and distribute the remaining rows. Local."""
+        """Restore the epoch and the processed rows from a result of state_dict(). Distribute the other rows. Local."""
         self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
         self.reset()
 
     def sync(self, root_rank: int = 0) -> None:
-        """Use the epoch of root_rank, and the rows that any rank has processed in that epoch. Collective."""
+        """Adopt the epoch of root_rank, and merge the rows that the ranks have processed in that epoch. Collective."""
         states = array_ops.allgather_object(self.state_dict(), name="elastic.sampler")
         self.load_state_dict(self.together([states[root_rank], *states]))
 
     @staticmethod
     def together(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the epoch of `states[0]`, and the rows that any state of that epoch has as processed. Local."""
+        """Return a state_dict() with the epoch of `states[0]`, and the processed rows of all states of that epoch."""
         epoch = states[0]["epoch"]
         done = [state["processed_indices"] for state in states if state["epoch"] == epoch]
         return {"epoch": epoch, "processed_indices": set().union(*done)}
 
     def reset(self) -> None:
-        """Distribute the rows that are not processed among the current ranks. Local.
+        """Distribute the remaining rows, which are not processed yet, to the current ranks. Local.
 
-        All ranks get the same number of rows. If the rows do not divide evenly, some ranks repeat the first rows.
+        All ranks get the same number of rows. If the rows do not divide evenly, some of the first rows are used twice.
         """
         rank, size = (runtime.current().topology.rank, runtime.current().topology.size) \
             if runtime.is_initialized() else (0, 1)
@@ -129,14 +129,14 @@ class ElasticSampler:
 
 
 class ObjectState:
-    """The state of a training script: Python objects, each an attribute of the state.
+    """The state of a training script: Python objects, which are attributes of the ObjectState.
 
     If an attribute is an ElasticSampler, `sync` and `commit` exchange the processed rows of all ranks.
 
     Args:
         bcast_object: Called instead of broadcast_object, for compatibility with Horovod.
         get_rank: Accepted for compatibility with Horovod, ignored.
-        kwargs: The names of the attributes, with their initial values. It must be possible to copy and pickle these.
+        kwargs: The names and the initial values of the attributes. copy.deepcopy and pickle must support the values.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None,
@@ -163,15 +163,15 @@ class ObjectState:
         self._take(self._saved)
 
     def commit(self) -> None:
-        """Keep a copy of the state, which restore() restores.
+        """Copy the state, for a later restore(). Local, except in an elastic job.
 
-        In an elastic job commit() is collective, and the agents of all hosts get the copy while the script goes on. In
-        other jobs it is local.
+        In an elastic job commit() is collective. The first rank of each host then hands the copy, in a background
+        thread, to the agent of the host, a process that outlives the ranks.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts are added or removed. The commit is kept.
-            ElasticError: The previous commit could not be written.
-            MismatchError: On all ranks of an elastic job, if the ranks' variables in the state differ.
+            HostsUpdatedInterrupt: On all ranks of an elastic job, if hosts were added or removed. The copy is kept.
+            ElasticError: The background thread could not write the previous commit.
+            MismatchError: On all ranks of an elastic job, if variables of the state differ among the ranks.
         """
         own = membership.current()
         if own is None:
@@ -201,9 +201,9 @@ class ObjectState:
             raise HostsUpdatedInterrupt(why)
 
     def sync(self) -> None:
-        """Copy the state of one rank to all ranks, and save it. Collective.
+        """Copy one state to all ranks, and save it on each rank. Collective.
 
-        The copied state is that of rank 0, or in an elastic job that of the rank with the newest commit, if any.
+        In an elastic job with a commit, all ranks get the newest commit. Otherwise all ranks get the state of rank 0.
         """
         own, held = membership.current(), None
         root: int | None = 0
@@ -220,7 +220,7 @@ class ObjectState:
                      runtime.current().topology.local_rank == 0)
 
     def check_host_updates(self) -> None:
-        """Do nothing: commit() checks whether the hosts have changed. Local."""
+        """Do nothing, for compatibility with Horovod. In mpistrat commit() checks whether the hosts have changed."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Register functions that on_reset() calls. Local."""
@@ -234,29 +234,29 @@ class ObjectState:
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> Snapshot:
-        """Return a copy of the state that later training does not change."""
+        """Return a copy of the state. Later training does not change the copy."""
         return {"values": copy.deepcopy(self._values_but_samplers()),
                 "samplers": {name: getattr(self, name).state_dict() for name in self._samplers()}}
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Restore a snapshot, which another process may have made."""
+        """Restore the state from a snapshot that this or another process has made."""
         self._set(copy.deepcopy(snapshot["values"]))
         for name, state in snapshot["samplers"].items():
             getattr(self, name).load_state_dict(state)
 
     def _portable(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot in a form that can be pickled. Called in another thread."""
+        """Return the snapshot in a form that can be pickled. A background thread calls it."""
         return snapshot
 
     def _compare(self, number: int) -> bool:
-        """Compare the ranks' states, or make them equal, before commit `number` is kept. Collective.
+        """Check before commit `number` that the ranks have equal states, or make the states equal. Collective.
 
-        Returns whether the state has changed on any rank.
+        Returns True if it has changed the state of any rank. This base class only returns False.
         """
         return False
 
     def _broadcast(self, root: int) -> None:
-        """Copy the objects of `root` to all ranks. Collective."""
+        """Copy the objects of rank `root` to all ranks. Collective."""
         own = self._values_but_samplers()
         values = self._broadcast_object(own) if self._broadcast_object is not None else \
             array_ops.broadcast_object(own, root, name="elastic.state")
@@ -264,16 +264,16 @@ class ObjectState:
         self._set(values)
 
     def _needs_new_processes(self) -> str:
-        """Return why the surviving processes cannot continue with this state after a loss, or "". Local."""
+        """Return why the surviving processes cannot continue with this state after a loss; "" if they can."""
         return ""
 
     # -- elastic jobs --------------------------------------------------------------------------------------------------
 
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
-        """Restore the newest commit on the first rank that has it, or on all ranks if all have it. Collective.
+        """Restore the newest commit: on all ranks if all have it, otherwise on the first rank that has it. Collective.
 
-        Returns that rank; 0 if there is no commit; None if all ranks have restored it. And the commit, if it comes from
-        the agents of this job.
+        Returns the rank whose state must be broadcast: that first rank, or 0 without a commit, or None if all ranks
+        have restored it. Also returns the id of the commit; None without a commit, or if the commit comes from a file.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -304,7 +304,7 @@ class ObjectState:
         return None if is_everywhere else root, newest if is_kept else None
 
     def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
-        """Return the id and the state of the newest commit in this host's agent, or None for both."""
+        """Return the id and the state of the newest commit in this host's agent, or None for both if there is none."""
         if own.newest is None:
             return None, None
         try:
@@ -315,14 +315,14 @@ class ObjectState:
         return found, snapshot
 
     def _take_processed(self, by_rank: list[dict[str, dict[str, Any]]]) -> None:
-        """Add the rows that all ranks have processed to the samplers, and to their saved states."""
+        """Add the rows that any rank has processed to this rank's samplers, and to the saved states of the samplers."""
         for name in self._samplers():
             state = ElasticSampler.together([samplers[name] for samplers in by_rank])
             getattr(self, name).processed_indices |= state["processed_indices"]
             self._saved["samplers"][name] = state
 
     def _where(self) -> str:
-        """Return the progress of the training, for people: up to three integers of the state."""
+        """Return a text on the progress of the training, for messages: up to three integers of the state."""
         numbers = [f"{name} {value}" for name, value in self._values_but_samplers().items() if type(value) is int]
         return ", ".join(numbers[:3])
 
@@ -339,9 +339,9 @@ class ObjectState:
 
 
 def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
-    """Synchronise a state and train. In an elastic job, repeat this after each loss, from the last commit. Collective.
+    """Call state.sync() and train(). In an elastic job, repeat both after each loss, from the last commit. Collective.
 
-    `when_it_fails` is called while an exception of `train` is handled, except if the surviving ranks of a loss go on.
+    If an exception of `train` is raised again, `when_it_fails` is called first.
     """
     while True:
         state.sync()
@@ -361,10 +361,10 @@ def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callab
 
 
 def _go_on_after_loss(why_not: str) -> bool:
-    """Reconnect the surviving ranks of an elastic job, if a loss of ranks has caused the exception. Collective.
+    """Reconnect the surviving ranks if a loss of ranks has caused the current exception. Collective over these ranks.
 
-    This process ends, and the next generation of processes continues, if the ranks cannot reconnect, or if `why_not`
-    gives a reason. Returns False if the exception has another cause, or the job cannot survive a loss.
+    Returns False if the exception has a different cause, or the job cannot survive a loss; otherwise True. If the ranks
+    cannot reconnect, or `why_not` has a reason, this process ends, and new processes continue the job.
     """
     own = membership.current()
     if own is None or not runtime.is_initialized():
@@ -385,11 +385,11 @@ def _go_on_after_loss(why_not: str) -> bool:
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorate a training function whose first argument is a state: synchronise the state, then call the function.
+    """Decorate a training function. Its first argument must be a state, which is synchronised before each call.
 
-    In an elastic job, after a loss of ranks, the surviving ranks or the next generation of processes call the function
-    again with the state of the last commit. In other jobs, if the function raises an exception, the state is restored
-    to the last commit, and the exception is raised. The decorated function is collective.
+    In an elastic job, after a loss of ranks, the surviving ranks or newly started processes call the function again
+    with the state of the last commit. After any other exception, and after every exception in other jobs, the state is
+    restored to the last commit, and the exception is raised again. The decorated function is collective.
     """
     @functools.wraps(func)
     def synchronised(state: ObjectState, *args: Any, **kwargs: Any) -> R:
@@ -417,14 +417,14 @@ _NEWS_S, _NEWS_POLL_S = 0.5, 0.01  # Time for MPI to learn of a loss that anothe
 
 
 def recover(limit_s: float = 5.0) -> None:
-    """Reconnect the surviving ranks after a RanksLostError. Collective over the surviving ranks; in the main thread.
+    """Reconnect the surviving ranks after a RanksLostError. Collective over these ranks. Call it in the main thread.
 
     The surviving ranks are renumbered in their old order, so rank(), size() and so on change. Averages divide by the
-    new size. Process sets lose the lost ranks, and a set without any surviving rank is removed. Collectives that were
-    in flight are lost.
+    new size. Lost ranks are removed from process sets, and a set without any surviving rank is removed. Collectives
+    that were in flight are not completed.
 
     Args:
-        limit_s: The time limit in seconds. It includes the wait for ranks that still compute.
+        limit_s: The time limit in seconds, which includes the wait for ranks that are still computing.
 
     Raises:
         RecoveryError: The limit has passed, MPI fails, or the job cannot recover. The caller must then end the process
@@ -456,7 +456,7 @@ def recover(limit_s: float = 5.0) -> None:
 
 
 class _Attempt:
-    """One recovery. `run` is called in a separate thread, since calls of MPI have no time limits."""
+    """One recovery. `run` is called in a separate thread, because calls of MPI have no time limit."""
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
@@ -502,7 +502,7 @@ class _Attempt:
             logger.debug("rank %d: ranks were lost during the recovery, which begins again", self._former.topology.rank)
 
     def _connected(self, comm: "MPI.Intracomm", base: "MPI.Intracomm") -> tuple[Job | None, Exception | None]:
-        """Return the new Job over `comm`, or None, and the error that has interrupted making it. Collective."""
+        """Return the new Job over `comm` (None: not made), and the error (None: no error). Collective over `comm`."""
         made = None
         try:
             former_ranks = mpi_library.ranks_in(comm, base)
@@ -522,7 +522,7 @@ class _Attempt:
             return made, error
 
     def _is_lost_by_now(self, comm: "MPI.Intracomm") -> bool:
-        """Return whether a rank of `comm` is lost. Waits a moment, since MPI may learn of a loss late."""
+        """Return whether a rank of `comm` is lost. Waits up to 0.5 s for MPI to learn of a loss."""
         from ..transport.mpi import ulfm
         until = min(time.monotonic() + _NEWS_S, self._deadline)
         while not ulfm.failed_ranks(comm):

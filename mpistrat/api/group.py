@@ -1,9 +1,9 @@
-"""Group: ranks that communicate, with separate backends and a separate engine.
+"""Group: ranks that run collectives with one another, with their own backends and their own engine.
 
-All ranks of the job are one group. Each process set is another group, a job inside the job: its ranks are numbered
-from 0. Groups share only the processes and their GPUs. So two sets that overlap may run their collectives in any order,
-and sets without a common rank do not wait for each other. Only NCCL needs one order for all work on a GPU. So of sets
-that overlap, only the first set with a collective on GPU tensors uses NCCL (gpu.assignment).
+All ranks of the job are a group. Each process set is a group too, in which the ranks are numbered from 0. Groups share
+only the processes and their GPUs. Therefore the collectives of two overlapping process sets need no common order, and
+process sets without a common rank never wait for each other. NCCL is an exception, because it needs one order for all
+collectives on a GPU. Of overlapping sets, only the first set that has GPU tensors uses NCCL (gpu.assignment).
 """
 
 import contextlib
@@ -68,12 +68,12 @@ class Backends:
     feedback: ErrorFeedback | None = None  # The rounding errors of transfers between hosts; None for one rank.
 
     def revoke(self) -> list[Any]:
-        """Give up all resources after a loss of ranks. Local; after the engine has ended. See DataPlane.revoke."""
+        """Give up all resources after a loss of ranks and the end of the engine. Local; see DataPlane.revoke."""
         return [*self.data.revoke(), *(self.agreement.revoke() if self.agreement is not None else []),
                 *self.control.revoke()]
 
     def close(self) -> None:
-        """Release all resources. Collective; after the engine has ended."""
+        """Release all resources. Collective. Call it when the engine has ended."""
         self.data.close()
         if self.agreement is not None:
             self.agreement.close()
@@ -82,7 +82,7 @@ class Backends:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The arguments that all functions that build backends share."""
+    """The common arguments of the functions that build backends."""
 
     comm: "MPI.Intracomm"  # All ranks.
     topology: Topology
@@ -104,11 +104,11 @@ _Parts = tuple[DataPlane, LocalChannel, AgreementRound | None]
 
 def backends_over(comm: "MPI.Intracomm | None", topology: Topology, settings: Settings,
                   interruption: Interruption) -> Backends:
-    """Build the backends for a job of several ranks. `interruption` ends their waits. Collective over `comm`.
+    """Return this rank's backends for a group with communicator `comm` (None: one rank). Collective over `comm`.
 
     Shared memory is used within hosts if all ranks can map it, and MPI otherwise. The fast path is used if the ranks of
-    each host share memory, or if each host has one rank, unless MPISTRAT_DISABLE=fast_path. `comm` is None for one
-    rank, which loads no MPI library.
+    each host share memory, or if each host has one rank, unless MPISTRAT_DISABLE=fast_path. A group of one rank does
+    not need MPI. `interruption` ends the waits of the backends for other ranks.
     """
     if comm is None:
         return Backends(LocalControl(), LocalData(), LocalAgreement() if settings.uses("fast_path") else None)
@@ -134,7 +134,7 @@ def backends_over(comm: "MPI.Intracomm | None", topology: Topology, settings: Se
 
 
 def _build_for_one_host(setup: _Setup) -> _Parts | None:
-    """Build the backends for ranks of one host, over shared memory. None if the ranks cannot share it. Collective."""
+    """Return backends over shared memory, for ranks of one host; None if they cannot share memory. Collective."""
     from ..transport.shm.segment import SharedMemoryAgreement
     from ..transport.shm.shm_data import SharedMemoryData
     local_ranks, settings = setup.topology.local_ranks, setup.settings
@@ -155,9 +155,9 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
 
 
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
-    """Use shared memory within each host and MPI between hosts. None if some ranks cannot share memory. Collective.
+    """Return backends for several hosts, with shared memory in each host; None if it cannot be shared. Collective.
 
-    With MPISTRAT_CPU_OPERATIONS=mpi, called only if each host has one rank: the fast path is used, arrays go over MPI.
+    MPI connects the hosts. MPISTRAT_CPU_OPERATIONS=mpi: each host must have one rank, and all arrays go over MPI.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
@@ -202,7 +202,7 @@ def _log_choice(topology: Topology, settings: Settings, data: DataPlane, agreeme
 
 def _connect_host(comm: "MPI.Intracomm", topology: Topology,
                   interruption: Interruption) -> tuple[HostLink, UnixSocketChannel]:
-    """Connect the ranks of each host. Collective. The caller closes the HostLink.
+    """Connect the ranks of each host by sockets. Collective over `comm`. The caller must close the HostLink.
 
     Raises MpistratError: On all ranks, if the ranks of any host cannot be connected.
     """
@@ -230,9 +230,9 @@ def _connect_host(comm: "MPI.Intracomm", topology: Topology,
 
 
 def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> HostMemory | None:
-    """Allocate and map memory that the ranks of a host share. None on all ranks if any rank fails. Collective.
+    """Map memory that the ranks of a host share, and return it; None on all ranks if any rank fails. Collective.
 
-    `data_bytes` are without the bytes of the counters. `is_last`: Whether the caller will not try again with less.
+    `data_bytes`: The size without HostMemory's counters. `is_last`: False if the caller will try a smaller size next.
 
     Raises MpistratError: On all ranks, if any rank fails, `is_last` is true and MPISTRAT_CPU_OPERATIONS=shared_memory.
     """
@@ -272,13 +272,13 @@ _LAST_OPERATIONS = 3  # The number of last operations in a report.
 
 
 class Group:
-    """One rank's part in a group. Constructing it starts the engine.
+    """One rank's objects for a group: backends and engine. The constructor starts the engine.
 
     Args:
-        comm: A communicator of these ranks; None for one rank.
-        interruption: Ends the engine. The backends have the same object, which ends their waits.
-        tracer: Exchanges messages over this engine; only for the group of all ranks. None: there is no tracer.
-        processes: The known processes of other ranks of this host, by their rank in the job.
+        comm: The communicator of the group; None for a group of one rank.
+        interruption: Ends the engine after a loss of ranks. `backends` must have been built with this object.
+        tracer: Records operations, and sends messages over this engine. Only the group of all ranks may have a tracer.
+        processes: The processes of the other ranks of this host, as far as they are known, by rank in the job.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
@@ -305,9 +305,9 @@ class Group:
         self.engine.start()
 
     def request_on_gpu(self, name: str, tensors: GpuTensors, make_request: "partial[Request]") -> Request:
-        """Return the request for tensors on a GPU. It is cached for calls with equal arguments. Any thread may call it.
+        """Return the request for GPU tensors. Calls with equal arguments get a cached request. Any thread may call it.
 
-        `make_request`: Takes the name, the specs of the tensors, and `device=`.
+        `make_request(name, specs, device=...)` makes the request. The specs are dtypes and shapes.
         """
         known = self._requests.get(name)
         kind = make_request.func, make_request.keywords, list(tensors.shapes), tensors.dtypes
@@ -318,7 +318,7 @@ class Group:
         return known[1]
 
     def await_gpu(self) -> None:
-        """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""
+        """Wait for the GPU, which may still execute collectives that are complete here. Local. Raises EngineError."""
         self._device.await_kept()
 
     @property
@@ -337,10 +337,10 @@ class Group:
         return self.engine.controller.life.error
 
     def next_number(self, key: Hashable) -> int:
-        """Return the number of earlier calls with `key`. Local.
+        """Return the number of earlier calls of this method with the same `key`. Local.
 
         Ranks of the group that make the same calls in the same order get the same numbers. Counting restarts after a
-        join(), since some ranks may have made fewer calls before it.
+        join(), because some ranks may have made fewer calls before the join().
         """
         joins = self.engine.controller.joins
         if self._numbers[0] != joins:
@@ -348,10 +348,10 @@ class Group:
         return next(self._numbers[1][key])
 
     def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
-        """Return the payloads and the marks of all ranks of the group, in rank order. Collective over the group.
+        """Return the `payload` of each rank and the `marks` of each rank, in rank order. Collective over the group.
 
-        If the digests show that all payloads are equal, this is one operation, otherwise two. The marks are 64-bit
-        integers. Their values may differ among the ranks, but all ranks must pass the same number of marks.
+        A first operation exchanges digests and marks. A second operation exchanges the payloads if the digests differ.
+        Marks are 64-bit integers. The values may differ among the ranks, but all ranks must pass equally many marks.
         """
         digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
         head = np.array([[len(payload), *digest, *marks]], np.int64)
@@ -364,11 +364,11 @@ class Group:
         return [together[end - size:end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)], of_ranks
 
     def revoke(self) -> list[Any]:
-        """Give up all resources after a loss of ranks. Local; after the engine has ended. See DataPlane.revoke."""
+        """Give up all resources after a loss of ranks and the end of the engine. Local; see DataPlane.revoke."""
         return [*self._backends.revoke(), *([] if self.comm is None else [self.comm])]
 
     def free(self) -> None:
-        """Free all resources. Collective; after the engine has ended without an error."""
+        """Free all resources. Collective. Call it when the engine has ended without an error."""
         self._device.close()
         self._backends.close()
         if self.comm is not None:
@@ -376,9 +376,9 @@ class Group:
 
 
 def _where(ring: OperationRing) -> str:
-    """Return the position of this rank in the script and its last collectives, for reports on ranks that are late.
+    """Return a text for reports on late ranks: where this rank is in the script, and its last collectives.
 
-    Not a method, which would be a reference cycle of engine and group, and keep their memory after a recovery.
+    It is not a method, because a reference cycle of engine and Group would keep their memory after a recovery.
     """
     now = time.monotonic_ns()
     last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"

@@ -1,7 +1,7 @@
-"""Job: what one rank has of a job from init() to shutdown(): settings, the group of all ranks, and process sets.
+"""Job: the objects of one rank from init() to shutdown(): settings, the group of all ranks, and process sets.
 
-runtime.py makes and closes the Job, and gives it to the other modules. Any thread may read it; one thread at a time
-closes it. Part of it is Losses, which watches the other ranks.
+runtime.py makes and closes the Job, and gives it to the other modules. Any thread may read the Job. Only one thread may
+close it at a time. Losses, a part of the Job, watches the other ranks.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _LAUNCHER_S = 2.0  # The time for mpirun to end the job. It does so 0.4 s after 
 
 
 class Losses:
-    """Notices ranks that have died, or whose host is lost, and reacts to the loss. It watches until `stop` is called.
+    """Watches for ranks that die or whose host is lost, until `stop` is called, and ends the engines or the job.
 
     If the MPI library can continue without the lost ranks, all engines of this rank end with RanksLostError, and
     `elastic.run` reconnects the surviving ranks. Otherwise mpirun, or this rank after a moment, ends the job.
@@ -52,7 +52,7 @@ class Losses:
     Args:
         comm: The communicator of the ranks; None for one rank.
         processes: The processes of the other ranks of this host, by rank.
-        stopped_limit_s: Seconds after which a rank whose process is stopped is killed; 0: never.
+        stopped_limit_s: A process that has been stopped (SIGSTOP) for this many seconds is killed; 0: never.
     """
 
     def __init__(self, topology: Topology, comm: "MPI.Comm | None" = None,
@@ -79,7 +79,7 @@ class Losses:
                                           beside if beside in self.processes else None, self._note_stopped)
 
     def _note_stopped(self, rank: int, seconds: float) -> None:
-        """Report that a rank of this host has been stopped for `seconds`, or runs again (0.0). May kill the rank."""
+        """Log that a rank of this host has been stopped for `seconds` (0.0: it runs again). May kill the process."""
         pid, host = self.processes[rank].pid, self._topology.host_of[rank]
         if not seconds:
             logger.info("rank %d on %s (process %d) goes on after it was stopped", rank, host, pid)
@@ -94,7 +94,7 @@ class Losses:
                            seconds, pid)
 
     def _failed_ranks(self) -> list[int]:
-        """Return the ranks that have failed as far as MPI knows, ranks of other hosts included."""
+        """Return the ranks of all hosts that MPI knows to have failed."""
         from ..transport.mpi import ulfm
         assert self._comm is not None
         failed = ulfm.failed_ranks(self._comm)
@@ -108,9 +108,9 @@ class Losses:
         return () if self.interruption.error is None else self.interruption.error.lost
 
     def watch_hosts(self, probe_s: float, limit_s: float) -> None:
-        """Watch for hosts that do not answer for `limit_s`. Collective.
+        """Start to probe the hosts every `probe_s`. A host that gives no answer for `limit_s` is lost. Collective.
 
-        The first rank of each host connects to rank 0. If it cannot, it only logs the error.
+        The first rank of each host connects to rank 0. If the connection fails, the rank only logs the error.
         """
         topology, invitation = self._topology, None
         firsts = {topology.ranks_on(host)[0]: host for host in topology.hosts}
@@ -133,7 +133,7 @@ class Losses:
                              daemon=True).start()
 
     def _connect(self, hosts: Peers, invitation: Invitation) -> None:
-        """Connect to rank 0. Runs in a separate thread, since an address may not answer for seconds."""
+        """Connect to rank 0. Runs in a separate thread, because it may wait many seconds for an address to answer."""
         try:
             hosts.connect(invitation, 0, _CONNECT_LIMIT_S)
         except OSError as error:
@@ -155,7 +155,7 @@ class Losses:
             self._end_now(lost)
 
     def stop(self) -> None:
-        """Stop watching, because the other ranks may end from now on. May be called twice."""
+        """Stop watching. Call it before other ranks end normally. A second call does nothing."""
         self._stopped.set()
         self.when_lost = lambda _: None
         for watch in (self._neighbours, self._hosts):
@@ -180,10 +180,10 @@ class Losses:
         ulfm.report_failed(self._comm, ranks, to_all=True)
 
     def lose(self, lost: Sequence[LostRank]) -> None:
-        """End all engines of this rank with RanksLostError, because these ranks are lost. Local; returns at once.
+        """End all engines of this rank with RanksLostError, because the ranks in `lost` are lost. Local; does not wait.
 
-        Waiting and later collectives of this rank raise this error. Other ranks notice the loss by themselves. Any
-        thread may call `lose`, and more than once: ranks that are lost later are added to the error.
+        Outstanding and later collectives of this rank raise the error. Other ranks notice the loss by themselves. Any
+        thread may call `lose`. A further call adds its ranks to the error.
         """
         logger.debug("rank %d: lost %s", self._topology.rank, "; ".join(map(str, lost)))
         abort.leave_without_finalize()
@@ -234,10 +234,10 @@ class Job:
         self._in_cluster = False
 
     def close(self) -> None:
-        """Wait until all ranks have called close(), stop the engines and free all resources. Collective.
+        """Stop the engines, wait until all ranks have called close(), and free all resources. Collective.
 
-        The wait for ranks that cannot be reached ends after the stall limit. MPI_Finalize, which would wait without a
-        limit, is then not called, and the job is aborted when this script ends.
+        If a rank has not called close() within the stall limit, the job is aborted when this script ends. MPI_Finalize
+        is then not called, because it would wait for that rank without a limit.
         """
         began = time.monotonic()
         log_step(self.topology.rank, "shutdown begins")
@@ -275,10 +275,10 @@ class Job:
                 group.free()
 
     def join_cluster(self) -> None:
-        """Make `close` return without waiting for the other ranks to close. Collective.
+        """Make `close` not wait for the other ranks, because the ranks have formed a cluster (cluster.py).
 
-        In a cluster with parameter servers a rank announces its end when it starts to wait for the chief, and closes
-        after the chief has ended. A chief that waited for these ranks in `close` would deadlock.
+        In a cluster the other ranks close after the chief has ended. So a chief that waited for them in `close` would
+        deadlock. Local; all ranks must call it.
         """
         self._in_cluster = True
         self.losses.stop()  # In a cluster, the connections to the chief show how ranks end.
@@ -307,12 +307,12 @@ class Job:
             group.engine.interrupt(error)
 
     def await_gpu(self) -> None:
-        """Wait until the GPU has done the collectives that are complete on this rank. Local. Raises EngineError."""
+        """Wait for the GPU, which may still execute collectives that are complete here. Local. Raises EngineError."""
         for group in self._groups():
             group.await_gpu()
 
     def leave(self) -> None:
-        """End on this rank only. The other ranks then treat this rank as lost. Local."""
+        """End the engines of this rank, which has failed. The other ranks treat it as lost, and continue. Local."""
         log_step(self.topology.rank, "leaves the other ranks")
         self._stop_tracer()
         self.losses.stop()
@@ -323,8 +323,8 @@ class Job:
     def revoke(self, limit_s: float) -> list[Any]:
         """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
 
-        Returns the communicators and requests of MPI, for the caller to discard. Raises RecoveryError: An engine has
-        not ended within the limit.
+        Returns the MPI communicators and MPI requests that the caller must discard. Raises RecoveryError: An engine has
+        not ended within `limit_s`.
         """
         self._stop_tracer()
         self.losses.stop()
@@ -338,7 +338,7 @@ class Job:
         return [each for each in revoked if each is not self.comm]
 
     def abandon(self, reason: str) -> None:
-        """End on this rank only, because other ranks have died. Local. `reason` names them."""
+        """End the engines of this rank, because other ranks have died. Local. `reason` names the dead ranks."""
         log_step(self.topology.rank, "ends without the other ranks: %s", reason)
         self._stop_tracer()
         self.losses.stop()
@@ -348,7 +348,7 @@ class Job:
             group.engine.abandon(reason)
 
     def disable_after_fork(self, error: Exception) -> None:
-        """Make collectives raise `error`. Called in a forked process."""
+        """Make collectives raise `error`. Called in a process that was forked from this rank."""
         for group in self._groups():
             group.engine.controller.queue.disable_after_fork(error)
 
@@ -364,7 +364,7 @@ class Job:
 
 
 def _next_file(path: str) -> str:
-    """Return the path for a timeline: `path`, or one with a number if an earlier part of this job has used `path`."""
+    """Return the path of the timeline file: `path`, or with a number added if this job has used `path` before."""
     job = job_of(os.environ)
     if next(_timelines) == 0 and (job is None or job.generation == 1):
         return path
@@ -374,5 +374,5 @@ def _next_file(path: str) -> str:
 
 
 def log_step(rank: int, message: str, *values: object) -> None:
-    """Log a step of init() or shutdown(): INFO on rank 0, DEBUG on the others."""
+    """Log a step of init() or shutdown(): INFO on rank 0, DEBUG on all other ranks."""
     logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: " + message, rank, *values)

@@ -1,7 +1,7 @@
-"""Names that Horovod has and mpistrat does not: using one raises an AttributeError with the reason and a replacement.
+"""Names that only Horovod has. In mpistrat they raise an AttributeError with the reason and a replacement.
 
-`explain` makes the __getattr__ of a module, which Python calls for names that the module does not have. So hasattr()
-returns False for these names, and `from mpistrat... import NAME` raises ImportError, as for any unknown name.
+`explain` makes the __getattr__ function of a module. Python calls it for names that the module does not have. For such
+a name hasattr() returns False, and `from mpistrat... import NAME` raises ImportError.
 """
 
 import difflib
@@ -69,10 +69,10 @@ modules: set[str] = set()  # Paths of Horovod's modules, which are also attribut
 
 
 def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """Return the function `__getattr__` for a module. Local.
+    """Return a `__getattr__` function for the module with the name `module`. Local.
 
-    `absent`: The names of Horovod that this module does not have, each with the reason and a replacement. The names
-    in EVERYWHERE, which no module has, are added.
+    `absent`: The names of Horovod that this module does not have, each with a text: the reason and a replacement. The
+    names in EVERYWHERE, which no module of mpistrat has, are added.
     """
     sentences = _reasons[module] = {**EVERYWHERE, **(absent or {})}
 
@@ -93,5 +93,5 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
 
 
 def reason(module: str, name: str) -> str:
-    """Return why a module of mpistrat lacks a name of Horovod, and a replacement; "" if unknown. Local."""
+    """Return a text on why `module` lacks the Horovod name `name`, with a replacement; "" for other names. Local."""
     return _reasons.get(module, {}).get(name, "")

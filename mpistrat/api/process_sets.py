@@ -1,7 +1,7 @@
 """Process sets: collectives among some of the ranks. Names and semantics are Horovod's.
 
-A process set is made from ranks, and registered with init(process_sets=[...]) or add_process_set(). Each member then
-has a Group for the set, with its own engine and its own MPI communicator. The methods of ProcessSet are local.
+A process set is made from ranks, and registered by init(process_sets=[...]) or add_process_set(). Each rank in the set
+then has a Group for the set, with an engine and an MPI communicator. The methods of ProcessSet are local.
 """
 
 import itertools
@@ -32,8 +32,8 @@ class ProcessSet:
     """A subset of the ranks of the job. Collectives can run among these ranks.
 
     Args:
-        ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of such ranks. Each rank
-            passes its own communicator, so one call makes a set for each part of an MPI_Comm_split.
+        ranks_or_comm: Distinct ranks of the job, in any order; or an mpi4py communicator of ranks of the job. After an
+            MPI_Comm_split each rank passes the communicator of its part, and all parts are registered together.
 
     Attributes:
         process_set_id: The id of the set; None unless the set is registered. The set of all ranks has id 0. The id of
@@ -62,7 +62,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The ranks in the set, ascending; None for a communicator before it is registered."""
+        """The ranks in the set, ascending; None for a set made from a communicator until the set is registered."""
         return None if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
@@ -78,7 +78,7 @@ class ProcessSet:
         return None if self.process_set_id is None else self._group is not None
 
     def has_others(self) -> bool:
-        """Return whether this rank is in the set together with other ranks, so that it must communicate. Local.
+        """Return whether the set has this rank and at least one other rank. Local.
 
         Raises InvalidRequestError: The set is not registered.
         """
@@ -87,7 +87,7 @@ class ProcessSet:
         return self.group("process_set").topology.size > 1
 
     def group(self, operation: str) -> Group:
-        """Return the group that executes collectives of the set. Local. `operation` is the caller, for the error.
+        """Return the group that executes collectives of the set. Local. Error texts name the `operation`.
 
         Raises InvalidRequestError: The set is not registered, or this rank is not in the set.
         """
@@ -101,13 +101,13 @@ class ProcessSet:
         return self._group
 
     def bind(self, number: int | None, ranks: Sequence[int] | None = None, group: Group | None = None) -> None:
-        """Note that the set is registered as `number`; None: it is no longer registered. Local; for this package."""
+        """Store the id and the group of the set; `number` None: the set is not registered. Local. Registry calls it."""
         self.process_set_id, self._group = number, group
         if ranks is not None:
             self._ranks = tuple(ranks)
 
     def __deepcopy__(self, memo: dict) -> "ProcessSet":
-        """Return the set itself: a copy of an object that holds a set (a callback) is for the same ranks."""
+        """Return this set itself, because a copy of an object, such as a callback, must keep the registered set."""
         return self
 
     def __repr__(self) -> str:
@@ -150,9 +150,9 @@ global_process_set = _AllRanks()
 
 
 def resolved(process_set: ProcessSet | None) -> ProcessSet:
-    """Return the set for an argument `process_set`. None stands for the set of all ranks.
+    """Return `process_set`, or the set of all ranks if `process_set` is None.
 
-    Raises InvalidRequestError: The argument is not a ProcessSet.
+    Raises InvalidRequestError: `process_set` is neither None nor a ProcessSet.
     """
     if process_set is None:
         return global_process_set
@@ -166,14 +166,14 @@ def resolved(process_set: ProcessSet | None) -> ProcessSet:
 
 
 class Registry:
-    """Registers and removes the process sets of a job, on each rank. init() and the functions for users call it.
+    """One rank's registry of the process sets of a job. init() and the public functions on process sets call it.
 
     All ranks of the job register and remove the same sets in the same order, so a set has the same id on all ranks.
-    Before a change, the ranks exchange their arguments. So all ranks raise an error, and nothing changes, if any rank
-    has one. An id is never used again until shutdown(). So code that refers to a removed set by its id, such as a
-    traced tf.function, gets an error and not another set.
+    Before a change, the ranks exchange their arguments. If the arguments of any rank are invalid, all ranks raise an
+    error and nothing changes. An id is not used again before shutdown(). So code that refers to a removed set by its
+    id, such as a traced tf.function, gets an error instead of a different set.
 
-    `world` is the group of all ranks of the job, and `interruption` ends the waits of all groups.
+    `world` is the group of all ranks of the job. `interruption` ends the waits of all groups after a loss of ranks.
     """
 
     def __init__(self, world: Group, settings: Settings, interruption: Interruption):
@@ -225,12 +225,12 @@ class Registry:
         return True
 
     def restore(self, former: "Registry", new_ranks: Mapping[int, int]) -> None:
-        """Register the sets of a job that has lost ranks, with the same ids. Collective over the surviving ranks.
+        """Register the sets of `former`, whose job has lost ranks, with the same ids. Collective over all ranks.
 
         Afterwards several sets may have the same ranks. A set without any surviving rank is removed. The errors are
         those of _connect_all.
 
-        `new_ranks`: The rank in this job of each surviving rank, by its rank in the former job.
+        `new_ranks`: The number of each surviving rank in this job, by its number in the former job.
         """
         sets = {number: tuple(new_ranks[rank] for rank in former.ranks_of[number] if rank in new_ranks)
                 for number in sorted(former.ranks_of)}
@@ -255,9 +255,9 @@ class Registry:
             process_set.bind(0 if process_set is global_process_set else None)
 
     def _exchange(self, value: object, name: str) -> list[Any]:
-        """Return the values of all ranks of the job, by rank. Tuples arrive as lists. Collective.
+        """Return the `value` of each rank of the job, in rank order. Tuples become lists. Collective.
 
-        Raises InvalidRequestError: On all ranks that call it, if other ranks wait in join() and so send no value.
+        Raises InvalidRequestError: On all ranks that call it, if other ranks send no value because they wait in join().
         """
         received = [json.loads(text) for text in self._world.exchange(json.dumps(value).encode(), name)[0]]
         if len(received) < self._world.topology.size:
@@ -275,7 +275,7 @@ class Registry:
         return tuple(sorted(ranks))
 
     def _check(self, process_sets: Sequence[ProcessSet], own: Sequence[Ranks]) -> None:
-        """Raise an error if this rank cannot register the sets. Checks nothing that needs other ranks."""
+        """Raise MpistratError if this rank finds the sets invalid. `own`: The ranks of each set. Local."""
         size = self._world.topology.size
         taken = {tuple(each.ranks or ()): number for number, each in self.sets.items()}
         for i, (process_set, ranks) in enumerate(zip(process_sets, own, strict=True)):
@@ -291,7 +291,7 @@ class Registry:
                 mpi_library.require_several_threads(mpi_library.load_mpi())
 
     def _connect_all(self, sets: Sequence[Ranks]) -> list[Group | None]:
-        """Return this rank's group for each set, None if it is not in the set. Collective over all ranks of the job.
+        """Return this rank's group for each set; None for a set without this rank. Collective over the whole job.
 
         Raises MpistratError: On all ranks, if any rank cannot connect. All new groups are closed.
         """
@@ -318,7 +318,7 @@ class Registry:
         return groups
 
     def _connect(self, ranks: Ranks) -> Group:
-        """Return this rank's group for a set. Collective over the ranks of the set."""
+        """Connect the ranks of a set, and return this rank's group. Collective over the ranks of the set."""
         topology, world, comm = self._world.topology.subset(ranks), self._world.comm, None
         if len(ranks) > 1:
             assert world is not None  # Several ranks have been connected over MPI.
@@ -335,7 +335,7 @@ def _close(group: Group) -> None:
 
 
 def _abandon(group: Group) -> None:
-    """End this rank's group without its other ranks, some of which could not make the group. Local."""
+    """End this rank's group without its other ranks, because some of them could not make the group. Local."""
     group.engine.abandon("The process set could not be connected.")
     if group.comm is not None:
         from ..transport.mpi.requests import never_free
@@ -343,10 +343,10 @@ def _abandon(group: Group) -> None:
 
 
 def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:
-    """Return an error text if the ranks register different `lists` of sets; "" if they agree. Pure.
+    """Return an error text if the ranks want to register different sets; "" if they agree. Pure.
 
-    `from_comm`: For each index in the lists, whether any rank has made its set from a communicator. If so, only the
-    members of a set must agree on its ranks, because only members know a communicator.
+    `lists`: For each rank, its sets. `from_comm`: For each index in a rank's list, whether any rank has made that set
+    from a communicator. If so, only the ranks in a set must agree on the set, because only they know the communicator.
     """
     if len({len(sets) for sets in lists}) > 1:
         numbers = describe_by_rank([len(sets) for sets in lists])

@@ -1,4 +1,4 @@
-"""init() and shutdown(): settings, topology, backends and engine are wired together, and closed in reverse order.
+"""init() connects settings, topology, backends and engine. shutdown() closes these parts in reverse order.
 
 Between init() and shutdown() a `Job` holds these parts, and `current()` returns the Job to other modules. Any thread
 may call the functions of this module; a lock makes init() and shutdown() exclude each other.
@@ -62,7 +62,7 @@ _lock = threading.RLock()  # A signal handler may call shutdown() while this thr
 
 
 def _disable_after_fork() -> None:
-    """Make collectives raise an error. rank(), size() etc. still work. Called in a forked process."""
+    """Make collectives raise an error, but not rank() and size(). Called in a process that a rank has forked."""
     global _lock
     _lock = threading.RLock()  # A thread of the parent may have held the old lock, and does not exist here.
     if _runtime is not None:
@@ -81,9 +81,9 @@ def current() -> Job:
 
 
 def group_of(operation: str, process_set: int) -> Group:
-    """Return the group of the process set with this id. Local. Raises as current().
+    """Return the group of the process set with the id `process_set`. Local. Error texts name the `operation`.
 
-    Raises InvalidRequestError: The process set has been removed. The text has `operation`.
+    Raises InvalidRequestError: The set was removed, or this rank is not in the set. Also raises the error of current().
     """
     group = (_runtime or current()).registry.groups.get(process_set)
     if group is None:
@@ -92,11 +92,11 @@ def group_of(operation: str, process_set: int) -> Group:
 
 
 def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits:
-    """Return how long this rank waited for its collectives of a process set in a past time span. Local.
+    """Return how long this rank waited for collectives of a process set between two past times. Local.
 
-    The times come from the engine's records of its last operations. `seconds` is less than the span if the records of
-    its first operations were dropped, and 0 if there are no records. The span is in seconds of `time.perf_counter`,
-    whose clock is that of the records, CLOCK_MONOTONIC.
+    Both times are in seconds of `time.perf_counter`, which reads CLOCK_MONOTONIC, as the engine does. The engine keeps
+    records of its last operations only. `seconds` in the result is the length of the time span that has records, 0
+    without records.
     """
     try:
         traced = group_of("waits_between", process_set).traced
@@ -123,21 +123,21 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect to the other ranks and start the engine. Collective; a repeated call only registers process sets.
 
-    Without a launcher in the environment the job has one rank, and no MPI library is loaded. If mpi4py does not
-    initialise MPI (mpi4py.rc.initialize = False), init() does, with THREAD_MULTIPLE. MPI is finalised at Python's exit.
+    Without a launcher in the environment the job has one rank, and no MPI library is loaded. If mpi4py was told not to
+    initialise MPI (mpi4py.rc.initialize = False), init() initialises MPI. MPI is finalised when Python exits.
 
     Args:
         comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
-        process_sets: Process sets to register, the same on all ranks. "dynamic" is accepted for compatibility with
-            Horovod; sets may always be added later.
+        process_sets: Process sets to register, the same on all ranks. "dynamic" is accepted as in Horovod, and ignored.
 
     Raises:
         InvalidRequestError: On all ranks, if the process sets cannot be registered; see add_process_set. The job is
             initialised nevertheless.
-        NotInitializedError: This process is a child of a rank: forked, or started with the environment of the rank.
+        NotInitializedError: This process was forked from a rank, or was started with the environment of a rank.
         SettingsError: On every rank, if an MPISTRAT_ variable is invalid on any rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
-        MpistratError: MPI sees fewer ranks than were started, or the thread level of MPI is below THREAD_SERIALIZED.
+        MpistratError: MPI sees fewer ranks than the launcher started, or MPI's thread level is below THREAD_SERIALIZED.
+        ValueError: `comm` is a list that has wrong ranks, or does not have this rank.
     """
     forked.require_rank()
     require_own_place(os.environ)
@@ -196,8 +196,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A finalizer (__del__) or a signal handler that has interrupted a collective calls
-            shutdown(). Handlers that were installed 0.1 s or more before the collective may call shutdown().
+        InvalidRequestError: A finalizer (__del__) or a signal handler calls it, and has interrupted a collective.
+            Signal handlers that were installed at least 0.1 s before the collective may call it.
     """
     global _runtime
     if forked.is_child():
@@ -214,7 +214,7 @@ def shutdown() -> None:
 
 
 def _shut_down_at_exit() -> None:
-    """Shut down when Python exits. If this rank has failed and the job survives a loss, leave without the others."""
+    """Shut down at Python's exit. If the job survives a loss and this rank has failed, do not wait for other ranks."""
     runtime = _runtime
     if runtime is not None and runtime.losses.is_tolerant and exit_code.final() is not None and not forked.is_child():
         runtime.leave()
@@ -223,7 +223,7 @@ def _shut_down_at_exit() -> None:
 
 
 def replace(former: Job, runtime: Job) -> None:
-    """Replace the job `former`, which has lost ranks, by `runtime`. Local.
+    """Make `runtime` the current Job, in place of `former`, whose job has lost ranks. Local.
 
     Raises NotInitializedError: shutdown() has been called in the meantime.
     """
@@ -235,7 +235,7 @@ def replace(former: Job, runtime: Job) -> None:
 
 
 def _start_watch() -> None:
-    """End this process when its launcher has ended, unless MPISTRAT_LAUNCHER_CHECK_DISABLE is set."""
+    """Start a thread that ends this process after its launcher, unless MPISTRAT_LAUNCHER_CHECK_DISABLE is set."""
     global _watch
     _stop_watch()
     try:
@@ -276,9 +276,9 @@ def _init_mpi(comm: "MPI.Comm | Iterable[int] | None", launched: int, launcher: 
 
 
 def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> Job:
-    """Connect the ranks of a communicator and start their engines. Collective over `own`, which only the Job may use.
+    """Connect the ranks of `own` and return the Job. Collective over `own`, which only the Job may use afterwards.
 
-    `binds`: Whether to bind each rank of a host to a share of the cores. `hosts`: The host of each rank, if known.
+    `binds`: Whether to bind each rank to a share of the cores of its host. `hosts`: The host of each rank, if known.
     """
     rank = own.Get_rank()
     infos = exchange_info(mpi_library.load_mpi(), own, hosts)
@@ -308,7 +308,7 @@ def connected(own: "MPI.Intracomm", binds: bool, hosts: Sequence[str] = ()) -> J
 
 
 def _started(settings: Settings, topology: Topology, comm: "MPI.Intracomm | None", losses: Losses) -> Job:
-    """Start the engine, and the tracer unless it is off. Collective over `comm`; None: this is the only rank."""
+    """Start the engine, and a tracer if `settings` ask for it. Return the Job. Collective; `comm` None: one rank."""
     backends, tracer = backends_over(comm, topology, settings, losses.interruption), None
     if settings.is_recorded:
         offsets = {} if comm is None else clocks.measure(comm)
@@ -322,7 +322,7 @@ def _started(settings: Settings, topology: Topology, comm: "MPI.Intracomm | None
 
 
 def _tell_last() -> bool:
-    """Make all ranks report their last operations, because this rank fails. Returns soon: whether others were asked."""
+    """Make all ranks report their last operations, because this rank fails. Returns whether they were asked."""
     runtime = _runtime
     return runtime is not None and runtime.tracer is not None and runtime.tracer.fail_all(_TELL_S)
 
@@ -330,9 +330,9 @@ def _tell_last() -> bool:
 def _configure_logging(settings: Settings) -> None:
     """Apply MPISTRAT_LOG_LEVEL.
 
-    By default no handler is added: an application that has set up logging gets the messages, and otherwise Python
-    prints warnings and errors to stderr (`logging.lastResort`). Without a handler Python prints nothing below WARNING.
-    So if the variable asks for such messages and the application has set up no handler, this function adds a handler.
+    If the application has a log handler, the handler gets the messages. Without any handler, Python prints warnings and
+    errors to stderr (`logging.lastResort`), but no message below WARNING. So if MPISTRAT_LOG_LEVEL asks for such
+    messages and there is no handler, this function adds a handler.
     """
     package = logging.getLogger("mpistrat")
     package.setLevel(settings.logging_level)
@@ -369,7 +369,7 @@ class RankInfo:
 def exchange_info(mpi: ModuleType, comm: "MPI.Comm", hosts: Sequence[str] = ()) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order. Collective over `comm`. Raises the errors of from_texts.
 
-    `hosts`: The host of each rank, if known. Ranks that share memory have equal hosts.
+    `hosts`: The host of each rank, if known: ranks with equal hosts share memory. Without it, MPI finds such ranks.
     """
     if hosts:
         memory_group = hosts.index(hosts[comm.Get_rank()])
@@ -393,7 +393,7 @@ def to_text(info: RankInfo) -> str:
 
 
 def from_texts(texts: Sequence[str]) -> list[RankInfo]:
-    """Decode the results of to_text of all ranks, in rank order.
+    """Return the RankInfo of each rank, in rank order. `texts` has the result of to_text of each rank.
 
     Raises SettingsError: On all ranks, if they have different versions of mpistrat. The text names the versions.
     """
@@ -420,7 +420,7 @@ def versions() -> dict[str, str]:
 
 
 def script_digest() -> str:
-    """Return the SHA-256 of the script that Python was started with, or "no file"."""
+    """Return the SHA-256, as text, of the script that Python was started with; "no file" if it cannot be read."""
     try:
         with open(_script(), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -434,7 +434,7 @@ def _script() -> str:
 
 
 def problems(infos: Sequence[RankInfo]) -> str:
-    """Return the errors in the ranks' settings, one text for all ranks with the same error; "" if there are none."""
+    """Return each error in the settings of the ranks, with the ranks that have it; "" if there are no errors."""
     ranks = ranks_by_value(info.problem for info in infos)
     ranks.pop("", None)
     return " ".join(f"{'all ranks' if len(where) == len(infos) else f'ranks {rank_list(where)}'}: {problem}"
@@ -442,7 +442,7 @@ def problems(infos: Sequence[RankInfo]) -> str:
 
 
 def differences(infos: Sequence[RankInfo]) -> list[str]:
-    """Return a sentence for each version that differs among the ranks, and one if the script differs."""
+    """Return a sentence for each version that differs among the ranks, and a sentence if the script differs."""
     subjects = {f"version of {name}": [info.versions[name] for info in infos] for name in infos[0].versions}
     subjects[f"content of the script {_script()}"] = [info.script[:12] for info in infos]
     return [f"The ranks differ in the {subject}: {describe_by_rank(values)}" for subject, values in subjects.items()
@@ -450,7 +450,7 @@ def differences(infos: Sequence[RankInfo]) -> list[str]:
 
 
 def without_cupy(infos: Sequence[RankInfo]) -> str:
-    """Return a warning if some ranks have cupy and others do not, so that all reduce GPU tensors on the host; or ""."""
+    """Return a warning if only some ranks have cupy, because GPU tensors are then reduced on the host; otherwise ""."""
     lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
     return "" if len(lacking) in (0, len(infos)) else (
         f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "
@@ -464,8 +464,8 @@ def bind_cores(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str
     """Bind this rank to an equal, disjoint share of the cores that the ranks of this host may use. Local.
 
     If the ranks of the host may use different CPUs, the launcher, the user or the start-up code of `mpistrat run` has
-    bound them, and this function only logs the CPUs. Existing threads are bound too. TensorFlow makes a thread for each
-    CPU when it runs its first operation. `cpus_of`: The CPUs that each rank may use. `wanted`: MPISTRAT_BIND.
+    bound them, and this function only logs the CPUs. It also binds existing threads. TensorFlow later makes one thread
+    for each CPU of the share. `cpus_of`: The CPUs that each rank may use. `wanted`: MPISTRAT_BIND.
     """
     local = [cpus_of[rank] for rank in range(topology.size) if topology.host_of[rank] == topology.host]
     own = frozenset(cpus_of[topology.rank])
@@ -497,7 +497,7 @@ def bind_cores(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str
 
 
 def _warn_of_single_cores(local: Sequence[Sequence[int]]) -> None:
-    """Warn if the launcher has bound each rank to one core of many, as Open MPI's mpirun does for two ranks."""
+    """Warn if the launcher has bound each rank to a single core of many, as Open MPI's mpirun does for two ranks."""
     try:
         all_cores = cores.physical_cores(os.sched_getaffinity(os.getppid()))  # The launcher's own process is not bound.
     except OSError:
@@ -524,7 +524,7 @@ _LOOK_S = 0.001
 
 
 def _interrupt_soon() -> None:
-    """Send SIGINT to this process soon. Returns at once. Local; for a signal handler, in the main thread."""
+    """Make a thread send SIGINT to this process soon. Returns at once. A signal handler calls it in the main thread."""
     signal_handlers.expect()
     threading.Thread(target=_interrupt, name="mpistrat-interrupt", daemon=True).start()
 

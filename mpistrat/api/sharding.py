@@ -1,6 +1,6 @@
 """shard: this rank's rows of arrays and datasets, the same number on every rank.
 
-The libraries of the arrays are not imported here: a caller that passes an array has imported its library.
+This module does not import the libraries of arrays, because a caller that passes an array has imported the library.
 """
 
 import sys
@@ -18,7 +18,7 @@ _INFINITE, _UNKNOWN = -1, -2
 
 
 class _Rows(Protocol):
-    """An object with rows: an array, a tensor, a list, an object of pandas. `rows` is a slice, or indices of rows."""
+    """An object whose rows a slice or indices can select: an array, a tensor, a list, or a pandas object."""
 
     def __getitem__(self, rows: Any, /) -> Any: ...
 
@@ -60,17 +60,17 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
     Args:
         *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, and others that have
             a length and can be sliced with a step. A numpy array is not copied; the result is a view. A dict of arrays
-            gives a dict. The elements of a tf.data.Dataset are the rows, so it must not be batched. Each rank reads all
+            gives a dict. A tf.data.Dataset must not be batched, because its elements are the rows. Each rank reads all
             elements and drops those of other ranks, so shard a list of file names, or shard before an expensive `map`.
-            An element takes 1 to 3 us. An element takes 20 to 70 us if the number of elements is unknown (a generator,
-            records of files), because elements are then read in groups of s.
+            shard() adds 1 to 3 us for each element of the dataset. It adds 20 to 70 us if the number of elements is
+            unknown (a generator, records of files), because it then reads groups of s elements.
             `dataset.apply(tf.data.experimental.assert_cardinality(n))` makes the number known.
         uneven: If the number of rows n is not a multiple of s, "drop" leaves out the last n % s rows, and "pad"
-            repeats rows from the beginning. With "pad" a rank that repeats a row gets a numpy array as a copy.
+            repeats rows from the beginning. A rank that gets a repeated row gets a copy of a numpy array, not a view.
         process_set: The ranks that share the rows: r is this rank's index in the set, s its size. Default: all ranks.
 
     Returns:
-        One array or dataset for one argument, a tuple for several arguments.
+        For one argument an array, a dict or a dataset; for several arguments a tuple of these.
 
     Raises:
         InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument is
@@ -129,7 +129,7 @@ def _check_counts(data: tuple[object, ...], size: int) -> None:
 
 
 def _count(data: object, title: str) -> int:
-    """Return the number of rows; _INFINITE or _UNKNOWN for some datasets."""
+    """Return the number of rows; _INFINITE or _UNKNOWN for a dataset without a known number. Errors name `title`."""
     if _is_dataset(data):
         return int(data.cardinality())
     if isinstance(data, tuple):
@@ -167,7 +167,7 @@ def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object
 
 
 def _take(array: _Rows, part: object, rows: list[int]) -> object:
-    """Return the rows with these indices, in the type of `part`, which has all of these rows except the last."""
+    """Return the rows of `array` with the indices `rows`, in the type of `part`, which lacks only the last of them."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
     if isinstance(array, list):
@@ -187,19 +187,19 @@ OWN_ORDER = ("Shuffle after it is sharded, or pass a seed that is the same on al
 
 
 def is_sharded_in_own_order(data: object) -> bool:
-    """Return whether `data` is a dataset that tf.data's shard() divides after a shuffle without a seed. Local."""
+    """Return whether `data` is a dataset that is shuffled without a seed and then divided by Dataset.shard(). Local."""
     return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and _is_in_own_order(each)
                                      for each in _datasets_in(data))
 
 
 def _is_in_own_order(dataset: object) -> bool:
-    """Return whether a dataset is shuffled without a seed, which TensorFlow stores as two zeros."""
+    """Return whether a dataset is shuffled without a seed. TensorFlow then stores zero for both of its seeds."""
     shuffles = [each for each in _datasets_in(dataset) if "ShuffleDataset" in type(each).__name__]
     return any(all(int(getattr(each, name, 1)) == 0 for name in ("_seed", "_seed2")) for each in shuffles)
 
 
 def _datasets_in(dataset: object) -> Iterator[object]:
-    """Yield a dataset and all its input datasets; only the dataset if TensorFlow lacks the private method."""
+    """Yield a dataset and all its inputs; only the dataset if TensorFlow lacks its private method `_inputs`."""
     yield dataset
     for other in getattr(dataset, "_inputs", list)():
         yield from _datasets_in(other)
@@ -224,11 +224,11 @@ def _elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
 
 
 def _grouped_elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _Dataset:
-    """Return this rank's elements of a dataset of unknown size. The dataset is read once.
+    """Return this rank's elements of a dataset of unknown size, without a first pass that counts the elements.
 
-    Each group of `size` elements is a window, from which each rank takes one element. A window takes elements of any
-    kind: nested, ragged, sparse, and of different shapes. With "drop" an incomplete window at the end is left out. With
-    "pad" the window is filled with the first elements of the dataset.
+    Each group of `size` elements is a window, from which each rank takes one element. A window may have elements of any
+    kind: nested, ragged, sparse, and of different shapes. With "drop" an incomplete last window is left out. With "pad"
+    an incomplete last window is filled with the first elements of the dataset.
     """
     if "NoneTensorSpec" in repr(dataset.element_spec):  # tf.data cannot make windows of elements with None.
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
-"""Tensors of other libraries: read through DLPack; results are tensors of the same library as the input.
+"""Converts tensors of other libraries for the engine, through DLPack, and results back to tensors of these libraries.
 
-`tensors_of` converts a caller's values for the engine. The first tensor on a GPU decides which GPU this rank uses, and
-imports cupy. This module does not import other libraries, because a caller that passes a tensor has imported its
-library. Any thread may call the functions of this module.
+`tensors_of` converts the inputs of a collective. The first GPU tensor decides which GPU this rank uses, and makes this
+module import cupy. This module imports no other library, because a caller that passes a tensor has imported the
+tensor's library. Any thread may call the functions of this module.
 """
 
 import logging
@@ -36,7 +36,7 @@ _CPU, _CUDA = 1, 2  # DLPack's device types kDLCPU and kDLCUDA
 
 
 class SupportsDLPack(Protocol):
-    """A tensor that other libraries can read (numpy, cupy, torch, jax), with methods of the array API standard."""
+    """A tensor with the DLPack methods of the array API standard, for example of numpy, cupy, torch or jax."""
 
     def __dlpack__(self) -> object: ...
 
@@ -47,10 +47,10 @@ TensorLike = SupportsDLPack | np.generic | complex | Sequence
 
 
 class Library:
-    """A library whose tensors are read through DLPack. Also for numbers and sequences: their results are numpy arrays.
+    """Converts tensors of one library for the engine, through DLPack, and results back to tensors of the library.
 
-    `from_dlpack` is the library's function that imports arrays of other libraries. None: results are numpy arrays, or
-    cupy arrays on a GPU.
+    `from_dlpack`: The library's function that imports arrays of other libraries. None, as for Python numbers and
+    sequences: the results are numpy arrays, or cupy arrays on a GPU.
     """
 
     gpu_problem = ""  # Why tensors on a GPU are refused; "" if they are accepted.
@@ -64,16 +64,16 @@ class Library:
         return np.from_dlpack(cast("Any", value)) if hasattr(value, "__dlpack__") else np.asarray(value)
 
     def of(self, result: object) -> Any:
-        """Return a result (a numpy or cupy array) as a tensor of this library, over the same memory."""
+        """Return a tensor of this library that shares the memory of `result`, a numpy or cupy array."""
         return result if self._from_dlpack is None else self._from_dlpack(result)
 
     def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
-        """Return the set of the tensors' GPU numbers. None in the set: at least one tensor is not on a GPU."""
+        """Return the numbers of the GPUs that have the tensors. None stands for tensors that are not on a GPU."""
         places = [value.__dlpack_device__() if hasattr(value, "__dlpack_device__") else (_CPU, 0) for value in values]
         return {int(number) if int(kind) == _CUDA else None for kind, number in places}
 
     def on_gpu(self, values: Sequence[Any], device: "Device") -> GpuTensors:
-        """Import tensors on a GPU. The host does not wait."""
+        """Return `values`, which are on a GPU, in the form that the engine takes. Does not wait for the GPU."""
         arrays, stream = device.imported(values)
         return _of_cupy(arrays, device, [stream])
 
@@ -89,7 +89,7 @@ class Numpy(Library):
 
 
 class Cupy(Library):
-    """cupy arrays. Results are allocated in stream order, on cupy's current stream at the time of the call."""
+    """cupy arrays. Results are allocated, in stream order, on the current stream of the thread that calls `on_gpu`."""
 
     def gpus_of(self, values: Sequence[Any]) -> set[int | None]:
         return {value.data.device_id for value in values}
@@ -99,7 +99,7 @@ class Cupy(Library):
 
 
 class TensorFlow(Library):
-    """TensorFlow's tensors. Their DLPack capsules name a logical GPU, which the bridge to TensorFlow translates."""
+    """TensorFlow's CPU tensors. GPU tensors are refused, because DLPack gives only their logical GPU number."""
 
     gpu_problem = ("the functions of mpistrat take no TensorFlow tensors on a GPU. Call the function of the same name "
                    "in mpistrat.tensorflow.")
@@ -112,7 +112,7 @@ KINDS: dict[str, Library] = {"numpy": Numpy(), "cupy": Cupy(), "tensorflow": Ten
 def library_of(value: TensorLike) -> Library:
     """Return the library of a tensor, by the package of the tensor's type.
 
-    For other packages than KINDS, `from_dlpack` is that of the array API namespace (jax) or of the package (torch).
+    For a package outside KINDS, `from_dlpack` is in the tensor's array API namespace (jax) or in the package (torch).
     """
     package = type(value).__module__.partition(".")[0]
     if package in KINDS:
@@ -124,9 +124,9 @@ def library_of(value: TensorLike) -> Library:
 def _of_cupy(arrays: Sequence[Any], device: "Device", streams: Sequence[RecordedStream]) -> GpuTensors:
     """Return cupy arrays in the form that the engine takes. Results are allocated on cupy's current stream.
 
-    The caller may drop the results while its work on that stream still reads them: the next use of the memory comes
-    later on the same stream, or after a wait for the stream. The contents are complete when `streams` and the current
-    stream have done their present work.
+    The contents of `arrays` are complete when the present work of `streams` and of the current stream is done. The
+    caller may drop a result while work on the current stream still reads it, because the memory is used again only by
+    later work on that stream, or after a wait for that stream.
     """
     stream, dtypes = device.current_stream(), [array.dtype for array in arrays]
 
@@ -149,9 +149,9 @@ _lock = threading.Lock()
 
 
 def this_ranks_gpu(number: int) -> "Device":
-    """Return this rank's GPU. The first call since init() decides which GPU this rank uses. Raises as make_device.
+    """Return this rank's GPU. The first call after init() makes GPU `number` the GPU of this rank.
 
-    Raises InvalidRequestError: This rank already uses another GPU than `number`.
+    Raises InvalidRequestError: This rank already uses a different GPU. Also raises the errors of make_device.
     """
     current = runtime.current()
     device = _devices.get(current)
@@ -189,7 +189,7 @@ def why_no_cupy() -> str:
 
 
 def go_by_host() -> bool:
-    """Return whether GPU tensors are reduced as CPU tensors (MPISTRAT_GPU_OPERATIONS=host). Rank 0 logs it once."""
+    """Return whether GPU tensors are reduced as CPU tensors (MPISTRAT_GPU_OPERATIONS=host). If so, rank 0 logs it."""
     current = runtime.current()
     if current.settings.gpu_operations != "host":
         return False
@@ -211,7 +211,7 @@ def host_copies_of(device: "Device") -> "HostCopies":
 
 
 class HostCopies:
-    """Copies tensors between this rank's GPU and pinned memory. A copy fails after `limit_s` seconds; 0: never."""
+    """Copies tensors between this rank's GPU and pinned host memory. A copy fails after `limit_s`; 0: no limit."""
 
     def __init__(self, device: GpuDevice, limit_s: float):
         self._device, self._limit_s = device, limit_s
@@ -231,7 +231,7 @@ class HostCopies:
             return fetched
 
     def returned(self, results: Sequence[np.ndarray], tensors: GpuTensors) -> list[Any]:
-        """Copy results to GPU memory, and return them as objects of the library of `tensors`. Waits for the GPU."""
+        """Copy results to the GPU. Return them as objects of the library that made `tensors`. Waits for the GPU."""
         with self._device.current():
             made = tensors.allocate([result.shape for result in results])
             for event in tensors.ready if made.stream is None else [self._device.record(made.stream)]:
@@ -263,8 +263,8 @@ def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
     """Convert the tensors, numbers or sequences of one request for the engine. Local.
 
     Raises:
-        InvalidRequestError: A value is not an array, its library cannot export it, it is on another GPU than this
-            rank's earlier tensors, or only some of the values are on a GPU. The text has `name`, the request's name.
+        InvalidRequestError: A value is not an array, its library cannot export it, or it is not on the same GPU as this
+            rank's earlier GPU tensors. Or only some of the values are on a GPU; the text then begins with `name`.
         MissingDependencyError: A value is on a GPU, and cupy is not installed.
     """
     kinds = set(map(type, values))
@@ -290,7 +290,7 @@ def tensors_of(name: str, values: Sequence[TensorLike]) -> Tensors:
 
 
 def _joined(parts: Sequence[Tensors], place: str) -> Tensors:
-    """Join parts that have one tensor each, all on the CPU or all on one GPU."""
+    """Join `parts`, each of one tensor, into one Tensors. `place`: The device of all parts, "cpu" or "gpu"."""
     def restore(results: list[Any]) -> list[Any]:
         return [part.restore([result])[0] for part, result in zip(parts, results, strict=True)]
 
@@ -360,7 +360,7 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
-    """Return `conversion()`. If it fails, raise InvalidRequestError, with the type of `value` for DLPack tensors."""
+    """Return `conversion()`. Raise InvalidRequestError if it fails. The text has the type of a DLPack `value`."""
     try:
         return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

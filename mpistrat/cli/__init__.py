@@ -1,1 +1,1 @@
-"""The command `mpistrat`. `main` imports a subcommand only to run it. No subcommand imports Keras."""
+"""The command `mpistrat`. `main` imports the module of a subcommand when it runs. No subcommand imports Keras."""

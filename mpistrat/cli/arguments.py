@@ -1,9 +1,9 @@
-"""The command line of `mpistrat run`: mpistrat's options, mpirun's options, the command, and the hosts.
+"""Parse the command line of `mpistrat run`: mpistrat's options, mpirun's options, the command, and the hosts.
 
-Options of mpistrat, of horovodrun and of mpirun may be mixed, before the command. The command begins after `--`.
-Without `--` the command begins at the first argument that is neither an option nor the value of an option. So the
-parser must know how many values each option of mpirun takes. An option that is not in the tables below needs `--`
-before the command. Called by `mpistrat run`, `doctor` and `bench`, and by mpistrat.run.
+Options of mpistrat, of horovodrun and of mpirun may be mixed, but must stand before the command. The command begins
+after `--`. Without `--` the command begins at the first argument that is neither an option nor the value of an option.
+Therefore the parser must know how many values each option of mpirun takes. An option that the parser does not know
+needs `--` before the command, unless the option is written as `--name=value`.
 """
 
 import argparse
@@ -44,14 +44,14 @@ class Host:
 
 @dataclass(frozen=True)
 class HostList:
-    """The hosts of the ranks. `path`: the hostfile; "" if there is none, or if no mpirun can read it."""
+    """The hosts of a job. `path`: The hostfile; "" without a hostfile, or if no mpirun can read the hostfile."""
 
     hosts: tuple[Host, ...]
     path: str = ""
 
     @property
     def slots(self) -> int | None:
-        """Return the total number of slots; None if a host has no number."""
+        """The number of slots of all hosts together; None if the number of slots of a host is not known."""
         counts = [host.slots for host in self.hosts]
         return None if None in counts else sum(count for count in counts if count is not None)
 
@@ -60,7 +60,7 @@ class HostList:
 
 
 def parse_list(text: str) -> HostList:
-    """Parse `node1:4,node2:4`. A host without a number gets one rank, as with mpirun. Raises LaunchError."""
+    """Parse a list such as `node1:4,node2`. `node2` gets one rank, as with mpirun. Raises LaunchError: wrong syntax."""
     hosts = []
     for entry in text.split(","):
         name, colon, slots = entry.strip().partition(":")
@@ -71,7 +71,7 @@ def parse_list(text: str) -> HostList:
 
 
 def read_hostfile(path: str) -> HostList:
-    """Read a hostfile of either syntax. Raises LaunchError, for a line that no MPI accepts with its number."""
+    """Read a hostfile in the syntax of Open MPI or of MPICH. Raises LaunchError: The file or a line is wrong."""
     try:
         path = os.path.expanduser(path)
         content = Path(path).read_bytes()
@@ -117,10 +117,10 @@ def _parse_line(line: str, where: str) -> Host:
 
 
 def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
-    """Return the options that pass the hosts to a launcher, as a hostfile or as a list.
+    """Return the options of mpirun that name the hosts: by a hostfile, or by a list such as `node1:4,node2:4`.
 
-    Raises LaunchError: A line of the hostfile has a key that a list cannot express, or lacks the number of slots that
-    this launcher needs. Or the numbers differ, and the launcher accepts one number for all hosts.
+    Raises LaunchError: A list is needed, but a line of the hostfile has a key that no list can express, or lacks the
+    number of slots. Or the numbers of slots differ, and this mpirun starts the same number of ranks on each host.
     """
     if hosts.path and all(launcher in host.readers for host in hosts.hosts):
         return launcher.hostfile, hosts.path
@@ -202,7 +202,7 @@ def add_horovod_options(parser: argparse.ArgumentParser) -> None:
 
 
 def horovod_variables(options: argparse.Namespace, launcher: Launcher) -> dict[str, str]:
-    """Return the environment variables, for the ranks, mpirun and NCCL, that the options set. Raises LaunchError."""
+    """Return the environment variables that options of horovodrun set. Raises LaunchError: A value cannot be used."""
     found = {name: value for name, *_ in (*_SETTINGS.values(), *_FLAGS.values())
              if (value := getattr(options, name)) is not None}
     fusion = "MPISTRAT_FUSION_THRESHOLD"
@@ -271,7 +271,7 @@ class CommandLine:
 def split_arguments(arguments: list[str]) -> CommandLine:
     """Assign each argument to mpistrat, to mpirun or to the command.
 
-    Raises LaunchError: An option lacks its value or has no meaning here, or the command has no clear beginning.
+    Raises LaunchError: An option lacks its value or is not supported, or it is not clear where the command begins.
     """
     own: list[str] = []
     mpirun: list[str] = []
@@ -318,7 +318,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 
 
 def mpirun_options(text: str) -> tuple[str, ...]:
-    """Split the value of --mpi-args into options of mpirun. Raises LaunchError if it has anything else."""
+    """Return the options of mpirun in the value of --mpi-args. Raises LaunchError: The value has other words."""
     try:
         parts = split_arguments([*shlex.split(text), "--"])
     except ValueError as error:  # LaunchError is a subclass.
@@ -331,7 +331,7 @@ def mpirun_options(text: str) -> tuple[str, ...]:
 
 
 def number(kind: type[int] | type[float], is_right: Callable[[float], bool], problem: str) -> Callable[[str], Any]:
-    """Return a converter of text for argparse. `problem`: The text of its ArgumentTypeError, with {} for the input."""
+    """Return a converter of text to numbers, for argparse. `problem`: The error message, with {} for the text."""
     def convert(text: str) -> float:
         try:
             found = kind(text)
@@ -349,7 +349,7 @@ _ranks = number(int, lambda n: n >= 1, "{} is not a number of ranks; write for e
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a subcommand. Wrong arguments raise LaunchError, so the user sees one line without the usage."""
+    """The parser of a subcommand. Wrong arguments raise LaunchError, so the user sees one line and no usage text."""
 
     def __init__(self, command: str, description: str, epilog: str, usage: str | None = None):
         super().__init__(f"mpistrat {command}", usage, description, epilog, allow_abbrev=False,
@@ -360,7 +360,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all subcommands that start ranks: -np, -H, --hostfile, --oversubscribe, --mpirun."""
+    """Add the options that `run` and `doctor` have in common: -np, -H, --hostfile, --oversubscribe, --mpirun."""
     parser.add_argument("-np", dest="np", metavar="N", type=lambda text: AUTO if text == "auto" else _ranks(text),
                         help="number of ranks (processes). auto: one per slot of -H or the hostfile, else one per GPU, "
                         "or per two cores, of this host")
@@ -376,7 +376,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_hosts(options: argparse.Namespace) -> HostList | None:
-    """Return the hosts of -H or --hostfile; None if neither was given. Raises LaunchError."""
+    """Return the hosts of -H or --hostfile; None if neither was given. Raises LaunchError: They cannot be parsed."""
     if options.hosts is not None:
         return parse_list(",".join(options.hosts))
     return read_hostfile(options.hostfile) if options.hostfile is not None else None

@@ -1,8 +1,8 @@
-"""`mpistrat run --as-horovod`, and `mpistrat as-horovod`: a program that imports horovod, unedited, gets mpistrat.
+"""`mpistrat run --as-horovod` and `mpistrat as-horovod`: let an unedited program that imports horovod use mpistrat.
 
-The option puts a directory on the PYTHONPATH of the ranks. The directory has a package `horovod` with the names of
-mpistrat (mpistrat/horovod), the package's metadata for importlib.metadata, and a directory `bin` with a command
-`horovodrun` for a user's PATH. Without the option no path names the directory. Called by main.py and `mpistrat run`.
+The option puts a directory on the PYTHONPATH of the ranks. The directory has a package `horovod` with the functions of
+mpistrat (mpistrat/horovod), metadata of that package for importlib.metadata, and a directory `bin` with a command
+`horovodrun`. The subcommand prints shell lines that also put `bin` on the PATH. Called by main.py and `mpistrat run`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def add_option(parser: argparse.ArgumentParser) -> None:
 def variables(words: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that --as-horovod sets for the ranks; {} if `words` is None.
 
-    They include MPISTRAT_ settings for the HOROVOD_ variables in `environ`. `words`: the value of the option, or None.
+    HOROVOD_ variables in `environ` are added as MPISTRAT_ variables. `words`: The value of the option; None without it.
     """
     if words is None:
         return {}
@@ -54,7 +54,7 @@ def variables(words: str | None, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_line() -> str:
-    """Return the sentence that says that `import horovod` finds mpistrat, and not an installed Horovod."""
+    """Return a sentence for the user: `import horovod` finds mpistrat, even if Horovod is installed."""
     other = next(iter(importlib.metadata.distributions(name="horovod", path=[
         place for place in sys.path if place != _HERE])), None)
     beside = f" Horovod {other.version} is installed too, in {other.locate_file('')}, and is not used." if other else ""

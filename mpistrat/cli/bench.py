@@ -1,4 +1,4 @@
-"""`mpistrat bench`: measure collectives, compared with MPI's own and with memcpy.
+"""`mpistrat bench`: measure the collectives of mpistrat, and compare them with MPI's collectives and with memcpy.
 
 Every rank of a job runs the command. Rank 0 prints the results and writes the files.
 """
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays of one rank together."""
+        """The total bytes of the arrays on one rank."""
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
 
@@ -103,7 +103,7 @@ _MATRIX = (64, 64)  # shape of the matrices that a rank multiplies; for small on
 
 @dataclass(frozen=True)
 class Point:
-    """The measurement of one case. A time is the median over the repetitions of the time of the slowest rank."""
+    """The results for one case. In each repetition the slowest rank counts. A time is the median of the repetitions."""
 
     case: str
     operation: str  # The collective, a key of cases.OPERATIONS.
@@ -119,33 +119,33 @@ class Point:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Bytes per second that each rank must send and receive: (n-1)/n of its bytes over the time, or twice that.
+        """The bus bandwidth in bytes per second: (n-1)/n of a rank's bytes over the time; for an all-reduce 2 (n-1)/n.
 
-        An all-reduce moves twice as many bytes as the others. NVIDIA's nccl-tests (doc/PERFORMANCE.md) define the bus
-        bandwidth in this way. It is comparable with the bandwidth of the hardware for any number of ranks.
+        n is the number of ranks. An all-reduce moves twice as many bytes as other collectives. The definition is that
+        of NVIDIA's nccl-tests (doc/PERFORMANCE.md). The value is comparable with the bandwidth of the hardware.
         """
         passes = 2 if self.operation == "allreduce" else 1
         return passes * (self.ranks - 1) / self.ranks * self.nbytes / self.mpistrat_s
 
     @property
     def times_as_long_as_mpi(self) -> float | None:
-        """The time of mpistrat divided by the time of MPI: below 1 mpistrat is faster. None with one rank."""
+        """The time of mpistrat divided by the time of MPI. Below 1, mpistrat is faster. None with one rank."""
         return None if self.mpi_s is None else self.mpistrat_s / self.mpi_s
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures, in seconds, bytes and bytes per second, for the file of --json."""
+        """Return the results as a dictionary for --json. The units are seconds, bytes, and bytes per second."""
         return {**asdict(self), "bus_bytes_per_s": self.bus_bytes_per_s,
                 "times_as_long_as_mpi": self.times_as_long_as_mpi,
                 "times_as_long_as_memcpy": self.mpistrat_s / self.memcpy_s}
 
 
 def repeats_for(nbytes: int) -> int:
-    """Return the number of repetitions for a case of `nbytes`: 5 to 200, and fewer for larger arrays."""
+    """Return the number of repetitions for a case of `nbytes` bytes: from 200 for small cases to 5 for large cases."""
     return int(min(max(_TOTAL_BYTES / max(nbytes, 1), _LEAST), _MOST))
 
 
 def measurements(case: Case, comm: "MPI.Intracomm | None") -> tuple[str, ...]:
-    """Return the names of the measurements that `measure` makes of a case, in this order."""
+    """Return the names of the measurements that `measure` makes for `case`, in order. `comm`: None with one rank."""
     return ("mpistrat", "memcpy") if comm is None else (
         "mpistrat", "computing", "both", OPERATIONS[case.operation], "memcpy")
 
@@ -156,7 +156,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 
     Args:
         comm: A communicator of all ranks, used for MPI's own collective only; None with one rank.
-        repeats: Number of repetitions; None: chosen by the bytes, and by LIMIT_S.
+        repeats: Number of repetitions per measurement; None: chosen by the bytes, and limited to about LIMIT_S seconds.
         begin: Called with the text "CASE: MEASUREMENT" before each measurement.
     """
     nbytes, size, rank = case.nbytes, common.size(), common.rank()
@@ -204,7 +204,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 
 
 def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:
-    """Return the median over `repeats` calls of the seconds that the slowest rank takes. Collective."""
+    """Call `action` `repeats` times. Return the median of the seconds that the slowest rank takes. Collective."""
     warm = min(_seconds(action, _WARM_UP))
     if repeats is None:
         repeats = min(repeats_for(nbytes), max(_LEAST, int(LIMIT_S / max(warm, 1e-9))))
@@ -212,7 +212,7 @@ def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> f
 
 
 def _seconds(action: Callable[[], object], count: int) -> list[float]:
-    """Call `action` `count` times, and return the seconds of each call on the slowest rank. Collective."""
+    """Call `action` `count` times. Return, for each call, the seconds that the slowest rank takes. Collective."""
     seconds = []
     for _ in range(count):
         array_ops.barrier()
@@ -230,9 +230,9 @@ _TITLES = {"ms": 10, "MPI ms": 10, "memcpy ms": 10, "bus GB/s": 8, "hidden": 6, 
 
 
 class Output:
-    """The output of one rank: lines on rank 0, with a progress bar on a terminal; nothing on other ranks.
+    """The output of bench. Rank 0 prints lines, and on a terminal also a progress bar. Other ranks print nothing.
 
-    The bar is drawn only when a measurement begins. A thread that refreshes the bar would disturb the measurement.
+    The bar is redrawn only when a measurement begins, because redrawing during a measurement would disturb it.
     """
 
     def __init__(self, steps: int, is_chief: bool):
@@ -272,10 +272,10 @@ class Output:
 
 
 def has_terminal(environ: Mapping[str, str]) -> bool:
-    """Whether stdout is a terminal on which a line can be redrawn. `environ`: the environment of this process.
+    """Return whether stdout is a terminal on which a line can be redrawn. `environ`: The environment of this process.
 
-    Open MPI gives each rank a pty as stdout, and copies the rank's output to mpirun's stdout, which may be a file. So
-    under a launcher the launcher's stdout must be a terminal, too.
+    Open MPI gives each rank a pty as stdout, and copies the output of the rank to the stdout of mpirun. The stdout of
+    mpirun may be a file. Therefore the stdout of the launcher, if there is one, must be a terminal too.
     """
     if environ.get("TERM", "dumb") == "dumb" or not sys.stdout.isatty():
         return False
@@ -322,13 +322,13 @@ _COMPARED: dict[str, Any] = {"color": "dimgray", "linewidth": 1.2, "markersize":
 
 
 def plot(points: Sequence[Point], path: str, title: str) -> None:
-    """Plot the measurements of all-reduces to a file.
+    """Plot the results of all-reduces, and write the plot to the file `path`.
 
-    The upper plot shows bytes per second, compared with MPI_Allreduce and memcpy. The lower plot, with more than one
-    rank, shows the time as a multiple of the time of MPI_Allreduce. A curve joins the cases of one tensor. Each case
-    of a group of tensors is a separate mark, because groups differ in more than their size.
+    The upper plot shows bytes per second, with MPI_Allreduce and memcpy for comparison. With several ranks, a lower
+    plot shows the time of mpistrat divided by the time of MPI_Allreduce. A curve joins the cases with one tensor. Each
+    case with several tensors is a separate mark, because these cases differ in more than their bytes.
 
-    `points`: at least one. The extension of `path` selects the format (.png, .svg, .pdf).
+    `points`: At least one. The extension of `path` selects the format (.png, .svg, .pdf).
     """
     import matplotlib
     matplotlib.use("agg")
@@ -393,7 +393,7 @@ def _draw_ratios(axes: "Axes", points: Sequence[Point]) -> None:
 
 
 def _draw_own(axes: "Axes", points: Sequence[Point], values: Sequence[float]) -> None:
-    """Draw mpistrat's values: a curve of the single tensors, and a mark for each group of tensors."""
+    """Draw mpistrat's values: a curve through the cases with one tensor, and a mark for each case with several."""
     single = [(point.nbytes, value) for point, value in zip(points, values, strict=True) if point.tensors == 1]
     groups = [(point, value) for point, value in zip(points, values, strict=True) if point.tensors > 1]
     if single:
@@ -473,7 +473,7 @@ def _disturbances() -> list[str]:
 
 
 def _require_writable(*paths: str) -> None:
-    """Raise LaunchError before the measurement if rank 0 will not be able to write one of the files. Collective."""
+    """Raise LaunchError on all ranks if rank 0 cannot write one of the files. Collective."""
     problem = ""
     for path in paths if common.rank() == 0 else ():
         try:

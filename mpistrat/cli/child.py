@@ -1,8 +1,8 @@
-"""Run a program for a limited time and collect its output, and read the findings that processes print as JSON.
+"""Run a program with a time limit and collect its output; print facts as lines of JSON, and parse such lines.
 
-A reader of a pipe sees the end only when all processes that hold the pipe have ended. A wrapper script, a connection
-that ssh keeps (ControlPersist) or a daemon of MPI may leave such a process. So the output goes to anonymous files, and
-the caller waits for the program alone. Used by the launcher, by `mpistrat doctor`, and by the processes of doctor.
+The output goes to anonymous files. With a pipe, the caller would also wait for processes that the program leaves behind
+with the pipe open: children of a wrapper script, an ssh connection (ControlPersist) or a daemon of MPI. Used by
+`mpistrat run`, by `mpistrat doctor`, and by the processes that doctor starts.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _KILLED_S = 2.0  # time limit from SIGKILL to the end of a process; a process th
 
 
 class Child:
-    """A program in a new process group, without stdin. The end of the context kills the group if the program runs.
+    """A program in its own process group, with empty stdin. The end of the context kills the group if it still runs.
 
     Raises OSError: The program cannot be started.
     """
@@ -31,7 +31,7 @@ class Child:
                                          stderr=self._err, start_new_session=True)
 
     def wait(self, until: float) -> int | None:
-        """Wait until the program ends, or time.monotonic() is `until`. Returns the exit code; None if it still runs."""
+        """Wait for the program until time.monotonic() is `until`. Return the exit code, or None if it still runs."""
         try:
             return self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -55,7 +55,7 @@ class Child:
 
 
 def _content(file: IO[bytes]) -> str:
-    """Return the whole content of a file, without moving the position, which the running program shares."""
+    """Return the content of a file. The file position does not move, because the running program shares it."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
@@ -63,12 +63,12 @@ MARK = "mpistrat-doctor "  # begins a line with findings
 
 
 def say(kind: str, **values: object) -> None:
-    """Print a finding as one line. A line of less than 4096 bytes is not mixed with lines of other processes."""
+    """Print facts as one marked line of JSON. Lines below 4096 bytes do not mix with lines of other processes."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
 def understood(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the findings in the output of processes. Truncated lines are skipped."""
+    """Yield the facts in the lines of `text` that `say` has printed. Truncated lines are skipped."""
     for line in text.splitlines():
         _, mark, said = line.partition(MARK)
         try:

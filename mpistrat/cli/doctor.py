@@ -79,7 +79,7 @@ class MpiFacts:
 
 @dataclass(frozen=True)
 class Observed:
-    """All that was observed of a job."""
+    """All that doctor has observed of a job, or of this machine if there is no job."""
 
     ranks: int = 0  # Number of ranks to start; 0: no job, only this machine was examined.
     facts: Sequence[Facts] = ()  # One per rank that has started; those of this machine if no rank was started.
@@ -278,7 +278,7 @@ def _result(observed: Observed) -> Iterator[Finding]:
 
 
 def _unexplained(observed: Observed) -> Iterator[Finding]:
-    """Yield a finding for a job that has failed, where no other finding explains the failure."""
+    """Yield a finding on why the job has failed. Called only if no other finding is a failure."""
     silent = sorted(set(range(observed.ranks)) - {each.rank for each in observed.facts})
     if observed.end and silent:
         yield Finding("start", FAILURE, f"{counted(len(silent), 'rank')} of {observed.ranks} did not start: "
@@ -308,13 +308,13 @@ def _grouped(pairs: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
 
 
 def _by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:
-    """Return the different values with their hosts: "2.20.0 on node1; 2.21.0 on node2"."""
+    """Return each distinct value with the hosts of the ranks that have it: "2.20.0 on node1; 2.21.0 on node2"."""
     hosts = _grouped((value, each.host) for each, value in zip(facts, values, strict=True))
     return "; ".join(f"{value} on {', '.join(dict.fromkeys(names))}" for value, names in hosts.items())
 
 
 def _packages(versions: dict[str, str]) -> dict[str, str]:
-    """Return the versions by package. All distributions of TensorFlow become one key, "tensorflow"."""
+    """Return `versions` with one key, "tensorflow", for all distributions of TensorFlow, such as tensorflow-cpu."""
     names = [name for name in versions if name.startswith("tensorflow")]
     found = next((versions[name] for name in names if versions[name] != "none"), "none")
     return {name: version for name, version in versions.items() if name not in names} | {"tensorflow": found}
@@ -340,10 +340,10 @@ _SIZE = "from mpi4py import MPI; from mpistrat.cli.child import say; say('size',
 
 
 def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
-    """Start two ranks under `srun` with each value of --mpi, and return the size that MPI sees; 0 for a failure.
+    """Start two ranks with `srun --mpi=VALUE`, one value after the other. Return how many ranks MPI sees, by value.
 
-    The key "" is srun without --mpi, which is tried first. The trials end at the first value with which MPI sees both
-    ranks. {} outside of an allocation of Slurm, and in an allocation of one task, which has no place for two ranks.
+    The key "" is srun without --mpi, which is tried first. The number is 0 if the ranks fail. The trials end when MPI
+    sees both ranks. The result is {} outside of a Slurm allocation, and in an allocation for one task.
     """
     srun = shutil.which("srun", path=environ.get("PATH"))
     if srun is None or "SLURM_JOB_ID" not in environ or environ.get("SLURM_NTASKS", "2") == "1":
@@ -363,13 +363,13 @@ def sizes_of_srun(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def listed(text: str) -> list[str]:
-    """Return the values of --mpi, PMIx first, in the output of `srun --mpi=list`, of any version of Slurm."""
+    """Parse the output of `srun --mpi=list` of any version of Slurm. Return the values that use PMI, PMIx first."""
     words = re.findall(r"\b(?:pmix\w*|pmi2|cray_shasta)\b", text)
     return sorted(dict.fromkeys(words), key=lambda word: (not word.startswith("pmix"), len(word), word))
 
 
 def _output(*command: str) -> str:
-    """Run a command for a limited time. Returns its stdout and stderr together; "" if it cannot run or does not end."""
+    """Run a command. Return its stdout followed by its stderr; "" if it cannot run or exceeds a time limit."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TRY_S,
                               check=False)
@@ -455,9 +455,9 @@ def _table(title: str, rows: Sequence[Row]) -> str:
 
 def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpirun_error: str,
              timeout_s: float) -> Observed:
-    """Try ssh to the hosts `others`, then start the ranks by `command` unless a host cannot be reached.
+    """Test ssh to the hosts `others`. If all answer, start the ranks by `command`. Return what was observed.
 
-    `command`: None if there is no mpirun, for the reason `mpirun_error`.
+    `command`: None if there is no mpirun; `mpirun_error` is the reason. `timeout_s`: The time limit of the job.
     """
     away = unreachable(others, os.environ, (sys.executable,)) if others else {}
     sizes = sizes_of_srun(os.environ)
@@ -474,7 +474,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
 
 def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
                 sizes: Mapping[str, int]) -> Observed:
-    """Combine the lines that the ranks have printed and the outcome of the job."""
+    """Combine the facts that the ranks have printed and the outcome of the job. `line`: The command of the job."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for each in said:
         by_kind.setdefault(each["kind"], []).append({name: value for name, value in each.items() if name != "kind"})
@@ -499,7 +499,7 @@ def _machine_findings(rows: Sequence[Row], backends: Sequence[Row]) -> list[Find
 
 
 def _measured(observed: Observed) -> list[str]:
-    """Return the lines on hosts, links and the all-reduce."""
+    """Return the lines to print about the hosts, the links and the all-reduces."""
     # Without MPI's facts no rank has started, and `facts` are those of this machine.
     lines = [f"  {host}: {counted(len(local), 'rank')}, {counted(local[0].cores, 'core')}, "
              f"{local[0].memory / _GIB:.3g} GB of memory"
@@ -518,7 +518,7 @@ def _measured(observed: Observed) -> list[str]:
 
 
 def _report(wrong: Sequence[Finding]) -> str:
-    """Return the text of the findings, each with its remedy in the next line, and their number."""
+    """Return the findings as text: each problem, in the next line its remedy, and last the number of problems."""
     lines = [line for finding in wrong for line in (f"{finding.severity}: {finding.text}.", f"  {finding.fix}")]
     failures = sum(finding.severity == FAILURE for finding in wrong)
     if not wrong:

@@ -1,11 +1,11 @@
 """One rank of `mpistrat doctor`: `mpirun -np 2 python -m mpistrat.cli.doctor_rank 2`.
 
-The rank collects facts about its host before it loads MPI, and prints each fact as one line of JSON, as soon as the
-fact is known. So facts that need no other rank are printed even if MPI ends the rank, or if no other rank can be
-reached. Then the ranks measure the links between hosts: latency, bandwidth, and the offset of the clocks. Every wait
-has a timeout, so a link that passes no messages is reported. At the end the ranks run all-reduces.
+The rank prints each result as a line of JSON, as soon as the result is known. The facts about its host come first,
+before the rank loads MPI. So these facts are printed even if MPI ends the rank, or if no other rank can be reached.
+Then the ranks measure the links between hosts: latency, bandwidth, and the offset of the clocks. Every wait has a
+timeout, so a link that passes no messages is reported. At the end the ranks run all-reduces.
 
-Started by doctor.py, under mpirun or srun. doctor.py also calls `collect`, for this machine.
+Started by doctor.py with mpirun. doctor.py also calls `collect`, to examine this machine.
 """
 
 import os
@@ -41,7 +41,7 @@ _UNLIMITED = 1 << 60  # Cgroups of version 1 write a number near 2**63 for no li
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one process. Sizes are in bytes, times in seconds."""
+    """The facts about one rank and its host. Sizes are in bytes, times in seconds."""
 
     rank: int = 0  # The rank that the launcher assigned; 0 without a launcher.
     host: str = ""
@@ -63,13 +63,13 @@ class Facts:
 
     @classmethod
     def of(cls, received: dict[str, Any]) -> "Facts":
-        """Return the Facts in `received`, which another version may have sent. Unknown fields are dropped."""
+        """Return the Facts in `received`. Unknown fields are dropped: a different version may have sent them."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in received.items() if name in known})
 
 
 def collect(rank: int = 0) -> Facts:
-    """Return the facts of this process. Takes some milliseconds; _RESOLVE_LIMIT_S at most with a slow name server."""
+    """Return the facts about this process. Takes milliseconds, or up to _RESOLVE_LIMIT_S if the name server is slow."""
     host = platform.node()
     quota, memory_left = limits_of_cgroups()
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -91,7 +91,7 @@ def collect(rank: int = 0) -> Facts:
 
 
 def _free_bytes(path: str) -> int | None:
-    """Return the bytes that this user may still write to the file system of a directory; None if not writable."""
+    """Return the bytes that this user may write to the file system of a directory; None if it is not writable."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -101,7 +101,7 @@ def _free_bytes(path: str) -> int | None:
 
 def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
                       own: Path = Path("/proc/self/cgroup")) -> tuple[float | None, int | None]:
-    """Return what the cgroups of this process still allow: (CPUs at a time, bytes of memory). None: no limit."""
+    """Return the limits that cgroups set for this process: (CPUs at a time, free bytes of memory). None: no limit."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -126,7 +126,7 @@ def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
 
 
 def _pair(*files: Path) -> list[tuple[int, int]]:
-    """Return the two numbers in the files as one pair; [] if a file does not exist, or contains "max" (no limit)."""
+    """Return the two numbers in the files as [(a, b)]; [] if a file does not exist or contains "max" (no limit)."""
     try:
         first, second = (int(word) for file in files for word in file.read_text().split())
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ def _pair(*files: Path) -> list[tuple[int, int]]:
 
 
 def resolving(name: str, limit_s: float = _RESOLVE_LIMIT_S) -> tuple[float, str]:
-    """Return the seconds in which this host resolves a name, and the error message, or ""."""
+    """Resolve the host name `name`. Return the seconds that it took, and the error message, or "" on success."""
     answers: list[str] = []
 
     def resolve() -> None:
@@ -166,12 +166,12 @@ _ALL_PAIRS = 8
 
 
 class NoAnswerError(Exception):
-    """The other rank has not answered within the time limit, WAIT_S or a multiple."""
+    """Another rank has not answered within the time limit."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured between the first ranks of two hosts."""
+    """The measured properties of the link between the first ranks of two hosts."""
 
     hosts: tuple[str, str]  # The names of the hosts.
     latency_s: float  # Half of the median round trip of a small message.
@@ -181,19 +181,19 @@ class Link:
 
 
 def pairs(hosts: int) -> list[tuple[int, int]]:
-    """Return the pairs of host indices to measure, given the number of hosts."""
+    """Return the pairs of hosts, as indices, whose links are measured. `hosts`: The number of hosts."""
     if hosts <= _ALL_PAIRS:
         return list(combinations(range(hosts), 2))
     return sorted({(0, host) for host in range(1, hosts)} | {(host, host + 1) for host in range(hosts - 1)})
 
 
 def first_ranks(host_of: list[str]) -> list[int]:
-    """Return the lowest rank of each host, in ascending order."""
+    """Return the lowest rank of each host, in ascending order. `host_of`: The host of each rank."""
     return sorted({host: rank for rank, host in reversed(list(enumerate(host_of)))}.values())
 
 
 def wait(request: "MPI.Request", limit_s: float = WAIT_S, nap_s: float = 0.0) -> None:
-    """Wait for a request. Raises NoAnswerError. `nap_s`: Sleep between polls; frees the core, but blurs the time."""
+    """Wait for an MPI request. Raises NoAnswerError after `limit_s`. `nap_s`: Sleep between polls, to free the core."""
     until = time.monotonic() + limit_s
     while not request.Test():
         if time.monotonic() > until:
@@ -212,7 +212,7 @@ def _hosts_of(comm: "MPI.Comm") -> list[str]:
 
 
 def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) -> Link | None:
-    """Measure the link between two ranks. Both ranks call this; the second gets None. Raises NoAnswerError."""
+    """Measure the link between two ranks. Both ranks call this; the second rank gets None. Raises NoAnswerError."""
     if comm.Get_rank() == ranks[1]:
         _answer(comm, ranks[0])
         return None
@@ -235,7 +235,7 @@ def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) ->
 
 
 def _seconds_of(comm: "MPI.Comm", other: int, size: int, round_trip_s: float) -> float:
-    """Return the seconds that a message of `size` bytes takes, without the small messages around it."""
+    """Send `size` bytes to `other` and await the answer. Return the seconds, less two round trips of small messages."""
     data, clock, began = np.zeros(size, np.uint8), np.zeros(1), time.perf_counter()
     _exchange(comm, other, np.array([float(size)]), clock)
     _exchange(comm, other, data, clock)
@@ -248,7 +248,7 @@ def _exchange(comm: "MPI.Comm", other: int, sent: np.ndarray, received: np.ndarr
 
 
 def _answer(comm: "MPI.Comm", other: int) -> None:
-    """Answer each message with this host's clock, until -1 arrives. A number above 0 is the next message's size."""
+    """Answer `other` with this host's time, until `other` sends -1. A number above 0 is the next message's size."""
     size = np.zeros(1)
     while True:
         wait(comm.Irecv(size, other, _TAG))
@@ -269,7 +269,7 @@ _FLUSH_S = 0.3  # mpirun may lose what a rank prints just before it ends the job
 
 
 def main(expected: int) -> int:
-    """Return 0 if all measurements were made and the all-reduce gave the right result, else 1. Collective."""
+    """Print the facts of this rank. Return 0 if MPI sees `expected` ranks and all is right, else 1. Collective."""
     rank = launched_rank(os.environ)
     say("facts", **asdict(collect(rank)))
     from mpi4py import MPI
@@ -294,7 +294,7 @@ def main(expected: int) -> int:
 def _measure_links(comm: "MPI.Intracomm") -> None:
     """Measure the links between the hosts, one after the other. Collective.
 
-    Raises NoAnswerError: Ranks do not reach each other. The ranks that noticed have printed a "silence" line.
+    Raises NoAnswerError: Another rank does not answer. A rank that was measuring a link has printed a "silence" line.
     """
     rank = comm.Get_rank()
     try:
@@ -318,9 +318,9 @@ def _measure_links(comm: "MPI.Intracomm") -> None:
 
 
 def _allreduce() -> int:
-    """All-reduce numbers whose sum is known. Collective; rank 0 prints the result.
+    """Check all-reduces of numbers whose sum is known. Return the exit code. Collective; rank 0 prints the result.
 
-    Raises MpistratError: init() or the all-reduce has failed.
+    Raises MpistratError: init() or an all-reduce has failed.
     """
     common.init()
     rank, size = common.rank(), common.size()
@@ -349,9 +349,9 @@ def _allreduce() -> int:
 
 
 def _allreduce_on_gpus() -> bool:
-    """All-reduce such numbers on GPUs, if all ranks have cupy and a GPU. Collective; each rank prints its findings.
+    """Return whether all-reduces on GPUs are right; True if a rank has no cupy or no GPU. Collective.
 
-    The all-reduce runs three times. The first two runs are also done on the CPU, and the results compared.
+    Each rank prints its findings. There are three all-reduces, because mpistrat compares the first two with the CPU.
     """
     if not all(array_ops.allgather_object(common.gpu_available())):
         return True

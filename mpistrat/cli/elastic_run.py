@@ -1,7 +1,7 @@
-"""`mpistrat run --elastic`: the supervisor of a job that goes on when ranks or hosts are lost. Called by run.py.
+"""`mpistrat run --elastic`: run a job that goes on when ranks or hosts are lost. Called by run.py.
 
-The main thread runs one mpirun after the other (`supervisor.launch`), by the orders of the Plan. Another thread drives
-the Plan (`elastic.service`).
+A generation is one mpirun with its ranks. The main thread runs one generation after the other (`supervisor.launch`).
+Another thread (`elastic.service`) decides when a generation starts and ends, and on which hosts it runs.
 """
 
 import argparse
@@ -68,17 +68,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Whether the job is elastic. As with horovodrun, any option of elastic jobs makes the job elastic."""
+    """Return whether an option makes the job elastic. As with horovodrun, each option of elastic jobs does so."""
     parser = argparse.ArgumentParser(add_help=False)
     add_options(parser)
     return any(getattr(options, name) != unset for name, unset in vars(parser.parse_args([])).items())
 
 
 def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
-    """Run an elastic job and return its exit code: 0, or that of the last generation.
+    """Run an elastic job, one generation after the other, and return the exit code of the job.
 
-    `launched`: Runs a generation and returns the Outcome of its mpirun. Its arguments are the options with the ranks
-    and hosts of the generation, the mpirun, options for mpirun, variables for the ranks, TimeLimits, and an
+    `launched`: Runs one generation and returns its Outcome. The arguments are the options, with the ranks and hosts of
+    this generation, the Mpirun, additional options for mpirun, environment variables for the ranks, TimeLimits, and an
     Interference.
 
     Raises LaunchError: The input is wrong.
@@ -126,11 +126,11 @@ def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
 
 
 def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
-    """Return the options with which ranks of Open MPI's mpirun survive the loss of a peer (ULFM); () if unsupported.
+    """Return the options of mpirun with which ranks survive the loss of another rank (ULFM); () if ULFM is not used.
 
-    ULFM was tested with Open MPI 5.0.10 and later. After the loss of a rank, MPI_Finalize may hang, unless it is
-    asynchronous. Over several hosts new processes start instead, because with ULFM one of five collectives of the
-    surviving ranks hung there (5.0.11, with each of its transports, without coll/han).
+    ULFM is used with Open MPI 5.0.10 and later, on one host. MPI_Finalize is asynchronous, because it may hang after
+    the loss of a rank. A job on several hosts starts new processes instead, because one of five collectives of the
+    surviving ranks hung on several hosts (5.0.11, with each of its transports, without coll/han).
     """
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
@@ -138,7 +138,7 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
 
 
 class _Control(Interference):
-    """Passes signals to the Service, and orders to end the running mpirun. The context installs signal handlers."""
+    """A context in which signals go to the Service. Ends mpirun when the Service calls `stop`."""
 
     ends_all = True
 
@@ -156,7 +156,7 @@ class _Control(Interference):
         self.subject, self.generation, self.told, self.is_done = f"generation {generation}", generation, (), False
 
     def stop(self, generation: int, why: str, is_done: bool = False) -> None:
-        """End the mpirun of a generation, which may not have started yet. Thread-safe."""
+        """End the mpirun of a generation, even if this mpirun has not started yet. Any thread may call this."""
         self._stop = generation, why, is_done
         os.kill(os.getpid(), ABORTED)
 
@@ -168,13 +168,13 @@ class _Control(Interference):
         return why
 
     def why_vain(self, told: ReportReader) -> str:
-        """Report to the service which processes are ranks, and which have ended without init(). Return ""."""
+        """Tell the Service which ranks have started, and which ended without init(). Return "": the Service decides."""
         assert self.service is not None
         self.service.started(self.generation, told.started, told.without_init - told.in_init)
         return ""
 
     def takes(self, number: int) -> bool:
-        """Report the signal to the service. mpirun gets a second SIGTERM or SIGUSR1, Ctrl-C, SIGHUP and SIGQUIT."""
+        """Report a signal to the Service. Return True for the first SIGTERM or SIGUSR1, which mpirun does not get."""
         if self.service is None:  # No generation has started.
             os.write(2, f"mpistrat run: {signal.Signals(number).name} has arrived\n".encode())
             sys.exit(PREEMPTED_CODE if number in _PLANNED else 128 + number)
@@ -186,7 +186,7 @@ class _Control(Interference):
         return not is_urgent
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
-        """Remember the last operations. They are written when the job ends, because another generation may follow."""
+        """Keep the ranks' last operations until the job ends, because another generation may follow. Return ""."""
         self.told = told
         return ""
 
@@ -230,9 +230,9 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 
 class HostFinder:
-    """Finds the available hosts in each call: by a script, a hostfile, or a list of hosts. A call may return None.
+    """A callable that returns the available hosts: from a script, a hostfile, a list, or the batch system.
 
-    `problem`: The reason why the last call returned None; "" if it returned hosts.
+    A call returns None after an error. `problem`: The message of the error; "" if the last call returned hosts.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -294,7 +294,7 @@ def allocation(environ: Mapping[str, str]) -> dict[str, int] | None:
 
 
 def slurm_counts(text: str) -> list[int]:
-    """Return the numbers of SLURM_TASKS_PER_NODE, such as "4(x2),3": 4, 4, 3."""
+    """Return the tasks of each node, given the value of SLURM_TASKS_PER_NODE: [4, 4, 3] for "4(x2),3"."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
@@ -304,7 +304,7 @@ def slurm_counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _directory(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the directory where commits are saved, or "". No other job can claim the directory during the context."""
+    """Yield the directory of --elastic-checkpoint, or "". During the context no other job can use the directory."""
     if not options.elastic_checkpoint:
         yield ""
         return
@@ -330,7 +330,7 @@ _sentences: SimpleQueue[str | None] = SimpleQueue()
 
 
 def _say(text: str) -> None:
-    """Queue a sentence for the printer thread. Returns at once, because stderr may block, and the caller may not."""
+    """Queue a sentence for the thread that prints to stderr. Returns at once, even if stderr blocks."""
     _sentences.put(f"mpistrat run: {text}\n")
 
 

@@ -1,10 +1,10 @@
 """Run a function on the ranks of a new job and collect the results, for mpistrat.run (mpistrat/horovod).
 
-The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. A
-rank that sees the directory writes its result there. The results of other ranks are sent to one of those ranks.
+The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. A rank
+that sees the directory writes its result there. All other ranks send their results to one of these ranks.
 
-A child process does the work of `mpistrat run`, because `mpistrat run` changes the handling of signals. The caller may
-have other threads, and may not be on the main thread.
+A child process executes `mpistrat run`, because `mpistrat run` changes the handling of signals. This affects all
+threads of a process, and is possible on its main thread only.
 """
 
 import contextlib
@@ -61,9 +61,9 @@ def write(path: Path, content: bytes) -> None:
 
 def run_function(call: Call, options: Sequence[str], executable: str, start_timeout_s: float,
                  is_printed: bool) -> list[Any]:
-    """Call a function on all ranks of a new job and return the results in rank order. For the errors see mpistrat.run.
+    """Call a function on all ranks of a new job. Return the results in rank order. For the errors see mpistrat.run.
 
-    `executable`: The Python interpreter of the ranks. `is_printed`: Print the command of mpirun.
+    `executable`: The Python interpreter of the ranks. `is_printed`: Whether to print the command of mpirun.
     """
     environ = {name: value for name, value in os.environ.items() if name != RANK_PROCESS}
     size, launcher = launched_size(environ)
@@ -94,7 +94,7 @@ def run_function(call: Call, options: Sequence[str], executable: str, start_time
 def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start_timeout_s: float) -> int:
     """Run `mpistrat run` in a child process, wait until the child has ended, and return its exit code.
 
-    Raises RunError: The ranks have not started in time.
+    Raises RunError: After `start_timeout_s`, no rank has written the file `started`.
     """
     process = subprocess.Popen([sys.executable, "-m", __name__, str(os.getpid()), *argv], env=environ,
                                stdin=subprocess.DEVNULL)
@@ -119,7 +119,7 @@ def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start
 
 
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
-    """Return the results of all ranks. Raises RunError if a rank has no result."""
+    """Return the results of all ranks, in rank order. Raises RunError: A rank or the job has failed."""
     outcomes: dict[int, RankResult] = {rank: pickle.loads(path.read_bytes()) for rank in range(ranks)
                                        if (path := directory / file_of(rank)).exists()}
     failed = sorted((outcome.is_consequence, rank) for rank, outcome in outcomes.items() if outcome.error)

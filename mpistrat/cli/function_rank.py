@@ -1,7 +1,7 @@
 """One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY`. See function.py.
 
-The lowest rank that sees the directory, the reader, reads the function and broadcasts it. A rank on another host, which
-may not see the directory, sends its result to the reader. Started by function.py, under mpirun.
+The reader is the lowest rank that sees the directory. The reader reads the function and broadcasts it. Ranks that do
+not see the directory, on other hosts, send their results to the reader. Started by function.py, under mpirun.
 """
 
 import os
@@ -42,7 +42,7 @@ def main(directory: Path) -> None:
 
 
 def is_seen(directory: Path) -> bool:
-    """Whether this host sees the directory of the job. Another host may have such a directory of another user."""
+    """Return whether this host has the directory of the job. A directory of a different user does not count."""
     try:
         return not foreign(directory.lstat(), os.geteuid(), 0o077) and (directory / CALL).exists()
     except OSError:
@@ -50,7 +50,7 @@ def is_seen(directory: Path) -> bool:
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:
-    """Call the function, write its result or its exception to `path`, and raise the exception again."""
+    """Call the function, and write the result or the exception to `path`. Return the result, or raise the exception."""
     try:
         function, args, kwargs = pickle.loads(call)
         result = function(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Describe the software and hardware of this machine, as rows of a table, and choose the number of ranks of `-np auto`.
+"""Describe this machine's software and hardware as rows of a table, and choose the number of ranks for `-np auto`.
 
-`software`, `installed`, `nvidia_gpus`, `has_nvidia_driver` and `probe` examine the machine; the other functions are
-pure. Called by `mpistrat run` and `mpistrat doctor`.
+`probe` loads MPI and cupy in a child process, because they may hang or crash. Used by `mpistrat run`, `mpistrat doctor`
+and `mpistrat bench`.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .rank_command import other_python
 
 
 def automatic(hosts: HostList | None, machine: Machine, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of ranks, and its explanation. Raises LaunchError: The slots of the hosts are not known."""
+    """Return the number of ranks for `-np auto`, and the reason as text. Raises LaunchError: The slots are unknown."""
     if hosts is not None and hosts.slots is not None:
         return hosts.slots, f"{counted(hosts.slots, 'rank')}, one for each slot of the hosts"
     if hosts is not None or machine.has_allocation:
@@ -56,7 +56,7 @@ _PROBE_S = 60.0
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of the probe. A field is None if the process ended before it printed that finding."""
+    """The results of `probe`. A field is None if the child process ended before it printed this result."""
 
     # "mpi4py" (version), and either "vendor", "version" and "threads" (thread level), or "error".
     mpi: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class Findings:
 
 
 def probe(timeout_s: float = _PROBE_S) -> Findings:
-    """Load the MPI library and cupy in a child process. Their versions and errors are the result."""
+    """Return versions and errors of the MPI library and cupy. A child process loads both, because they may hang."""
     with Child([sys.executable, "-m", __name__], with_home(os.environ)) as child:
         code = child.wait(time.monotonic() + timeout_s)
         out, err = child.said
@@ -126,7 +126,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 
 
 def busy_cores(load: float, cores: int) -> str:
-    """Return a sentence if the load average (over 5 minutes) of a host is higher than its number of cores; else ""."""
+    """Return a warning if `load`, the load average over 5 minutes, is above the number of cores of a host; else ""."""
     return f"other processes use the cores: in the last five minutes {load:.1f} on {counted(cores, 'core')}" \
         if load > cores else ""
 
@@ -144,7 +144,7 @@ def software() -> list[Row]:
 
 
 def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
-    """Return the row for a package that training needs. `found`: the result of `installed`."""
+    """Return the row of TensorFlow or Keras. `found`: Returned by `installed`. `oldest`: The oldest usable version."""
     if found is None:
         return Row(label, f"missing: {pip_extra('tensorflow')}", is_available=False, needed=True)
     name, version = found
@@ -180,7 +180,7 @@ def mpi_rows(found: Findings, mpirun: Mpirun | None, mpirun_error: str) -> list[
 
 
 def gpu_rows(found: Findings, gpus: list[str], has_driver: bool = True) -> list[Row]:
-    """Return rows for cupy, NCCL and the GPUs. Without a GPU driver, no package for GPUs is called missing."""
+    """Return rows for cupy, NCCL and the GPUs. Without a GPU driver, a missing package is "not needed"."""
     cupy: dict[str, Any] = found.cupy if found.cupy is not None else {"error": found.failure}
     missing = f"missing: {pip_extra('gpu')}" if has_driver else "not needed: no GPU"
     rows = [_package_row("cupy", installed(CUPY), cupy.get("error", ""), missing)]
@@ -225,7 +225,7 @@ def installed(names: tuple[str, ...]) -> tuple[str, str] | None:
 
 
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return name and memory of each GPU that nvidia-smi lists; [] without nvidia-smi."""
+    """Return the name and the memory of each GPU that nvidia-smi lists; [] without nvidia-smi."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return []

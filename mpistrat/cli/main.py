@@ -1,8 +1,8 @@
 """The entry point: `mpistrat COMMAND ...`.
 
 A subcommand is a line in `COMMANDS`, and a module of the same name (with _ for -) with `main(argv: list[str]) -> int`.
-The module is imported when the subcommand runs. Wrong input raises MpistratError. Called by the script `mpistrat` and
-by `python -m mpistrat`.
+The module is imported only when the subcommand runs. Its `main` raises MpistratError for wrong input. Called by the
+script `mpistrat` and by `python -m mpistrat`.
 """
 
 import difflib
@@ -26,7 +26,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return the exit code. `argv`: arguments without the program; None: `sys.argv[1:]`."""
+    """Run one subcommand and return the exit code. `argv`: The arguments after `mpistrat`; None: `sys.argv[1:]`."""
     _open_missing_streams()
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else "--help"
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 def _open_missing_streams() -> None:
     """Open /dev/null for each of stdin, stdout and stderr that the caller has closed (`>&-`).
 
-    Otherwise the next file or pipe would get the descriptor of stdout, and the ranks would print into that file.
+    Otherwise a file or pipe that is opened later would become stdout, and the ranks would print into that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

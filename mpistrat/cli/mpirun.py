@@ -1,7 +1,7 @@
-"""Find mpirun, identify its maker, and compose the command that starts a job.
+"""Find mpirun, identify the MPI to which it belongs, and compose the command that starts a job.
 
-`compose` is a pure function of plain data. The differences between launchers are in a table (process/launchers.py).
-`find_mpirun`, `identify` and `this_machine` examine the machine. Called by the launcher and by `mpistrat doctor`.
+`compose` is a pure function of plain data. The differences between MPIs are in a table (process/launchers.py).
+`find_mpirun`, `identify` and `this_machine` examine the machine. Called by `mpistrat run`, `doctor` and `bench`.
 """
 
 import os
@@ -48,7 +48,7 @@ class Mpirun:
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of this machine that the command depends on."""
+    """Properties of this machine on which the command of mpirun depends."""
 
     cores: int  # Physical cores.
     is_root: bool = False  # Whether this process runs as root.
@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """The job to start. `options` are passed to mpirun unchanged, before the command."""
+    """The job to start. `options`: Additional options for mpirun, which come before the command."""
 
     ranks: int
     command: tuple[str, ...]
@@ -70,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command with its arguments."""
+    """The command that starts a job, with the environment variables that the command needs."""
 
     argv: tuple[str, ...]  # The command.
     # The variables that the command needs in addition to the caller's environment.
@@ -79,7 +79,7 @@ class LaunchCommand:
     reads_stdin: bool = False  # Whether the command inherits the caller's stdin; otherwise stdin is empty.
 
     def __str__(self) -> str:
-        """The command as one line for a POSIX shell."""
+        """Return the command as one line for a POSIX shell."""
         assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assignments, shlex.join(self.argv)])
 
@@ -129,7 +129,7 @@ def compose(job: Job, mpirun: Mpirun, machine: Machine, environ: Mapping[str, st
 
 
 def sets_binding(options: Sequence[str]) -> bool:
-    """Whether options of mpirun bind the ranks to cores: --bind-to core, -bind-to core, --map-by slot:PE=2, ..."""
+    """Return whether options of mpirun decide how ranks are bound to cores: --bind-to none, --map-by slot:PE=2, ..."""
     names = tuple(name for launcher in STARTED for name in launcher.binding)
     # PE= follows a mapping. An exported variable such as DTYPE=float32 is not a mapping.
     return any(option.lstrip("-").startswith(names) or re.search(r"[:,]PE=\d", option, re.IGNORECASE)
@@ -151,9 +151,9 @@ def has_first_rank(job: Job, machine: Machine) -> bool:
 def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
     """Compare the number of ranks with the cores of this host, or the slots of the hosts. Return a warning, or "".
 
-    `is_forced`: Whether --force allows any number; None: the command has no option --force.
+    `is_forced`: Whether --force allows any number; None: the subcommand has no option --force.
 
-    Raises LaunchError: There are more than MOST_PER_SLOT ranks for each slot, and `is_forced` is not True.
+    Raises LaunchError: There are more than MOST_PER_SLOT ranks for each core or slot, without --force.
     """
     if is_local(job, machine):
         slots, found = machine.cores, f"{counted(machine.cores, 'core')} of this host"
@@ -173,7 +173,7 @@ def check_count(job: Job, machine: Machine, is_forced: bool | None) -> str:
 
 
 def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
-    """Return the path of `wanted` (a path or a name), or else of the mpirun of this Python environment or of the PATH.
+    """Return the path of mpirun. `wanted`: Its path or name; None: search this Python environment, then the PATH.
 
     Raises LaunchError: No mpirun is found.
     """
@@ -196,7 +196,7 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 
 
 def identify(path: str) -> Mpirun:
-    """Run `mpirun --version`. Raises LaunchError: The command fails, or the launcher is not known."""
+    """Identify the mpirun at `path` by its --version. Raises LaunchError: --version fails, or names no known MPI."""
     try:
         done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, timeout=_VERSION_TIMEOUT_S, check=False,
@@ -217,13 +217,13 @@ def identify(path: str) -> Mpirun:
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with HOME, which Open MPI needs. Some containers and services do not set HOME."""
+    """Return `environ` with HOME, which Open MPI needs. Some containers and services do not set HOME."""
     home = os.path.expanduser("~")  # By the user ID; "~" if the user database does not have the ID.
     return {"HOME": home if home != "~" else tempfile.gettempdir(), **environ}
 
 
 def parse_version(text: str) -> tuple[Launcher | None, str]:
-    """Return launcher and version from the output of `mpirun --version`; (None, "") if the launcher is not known."""
+    """Return the launcher and its version, given the output of `mpirun --version`; (None, "") if both are unknown."""
     for launcher in STARTED:
         if match := re.search(launcher.version, text):
             return launcher, match.group(1)

@@ -1,15 +1,15 @@
 """The command of each rank: complete the user's command, and prepare the environment of the rank.
 
-- `checked` puts Python before a script.
+- `checked` puts the Python interpreter before a script.
 - mpirun passes its stdin to rank 0 alone. So with `python < train.py`, or a here-document, only rank 0 would get the
-  script. `with_text` reads the script once, and all ranks, also on other hosts, get it by `python -c`.
-- `report_variables` makes a rank report errors before init(), such as a missing package. The module `sitecustomize` of
-  cli/startup, which Python imports when it starts on a rank, reports them. From init() on a rank reports by itself.
+  script. `with_text` reads the script once, and passes it to all ranks, also on other hosts, as `python -c SCRIPT`.
+- `report_variables` makes a rank report errors before init(), such as a missing package. Python imports the module
+  `sitecustomize` of cli/startup when it starts. Until init(), this module reports the errors.
 - `in_shell` makes a shell prepare the rank, and then execute the command. So any program can be the command. The shell
-  redirects the rank's output to files, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. mpirun's stderr stays
-  open for the report of a rank that fails (process/report.py), which the summary needs. The shell prints a line that
-  the rank starts. With these lines `mpistrat run` knows when all hosts have answered, and which processes an elastic
-  job waits for. The shell gives rank 0 the stdin of `mpistrat run`.
+  redirects the output of the rank to files, as horovodrun does: DIRECTORY/rank.R/stdout and stderr. The stderr of
+  mpirun stays open, because a rank that fails prints its report there (process/report.py). The shell also prints a line
+  when the rank starts. These lines tell `mpistrat run` when all hosts have answered, and which processes an elastic job
+  waits for. The shell gives rank 0 the stdin of `mpistrat run`.
 
 Called by `mpistrat run`, `mpistrat doctor` and mpistrat.run.
 """
@@ -46,7 +46,7 @@ _NO_STDIN = {"-c", "-m", "-h", "-?", "-V"}  # With these Python reads no script 
 
 
 def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Put Python before a script. Raises LaunchError: There is no such command or script."""
+    """Return the command, with Python in front of a .py file. Raises LaunchError: There is no such command or file."""
     if not command:
         raise LaunchError(f"there is no command to run. Write the command last, for example: {EXAMPLE}")
     program = command[0]
@@ -61,7 +61,7 @@ def checked(command: tuple[str, ...], environ: Mapping[str, str]) -> tuple[str, 
 
 
 def other_python(program: str, environ: Mapping[str, str]) -> str:
-    """Return a sentence if the Python that the name `program` finds is not mpistrat's, and lacks mpistrat; else ""."""
+    """Return a warning if `program` on the PATH is a Python interpreter without mpistrat; else ""."""
     found = shutil.which(program, path=environ.get("PATH", os.defpath))
     if found is None or os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable):
         return ""
@@ -81,7 +81,7 @@ def is_python(command: Sequence[str]) -> bool:
 
 
 def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
-    """Put the script that Python would read from `stdin` into the command. Other commands are returned unchanged.
+    """Read the script of a Python command from `stdin`, and put it after -c. Other commands are returned unchanged.
 
     Raises LaunchError: Python would be interactive, or the script is too long for a command.
     """
@@ -112,10 +112,10 @@ STARTUP = str(Path(__file__).parent / "startup")
 
 def report_variables(command: Sequence[str], is_here: bool, environ: Mapping[str, str], is_whole: bool
                      ) -> dict[str, str]:
-    """Return the variables to add to mpirun's environment `environ`.
+    """Return the variables that make ranks report errors before init(), to add to mpirun's environment `environ`.
 
     Args:
-        is_here: Whether all ranks run on this host. The PYTHONPATH of another host is not known here.
+        is_here: Whether all ranks run on this host. If not, PYTHONPATH is changed only if `environ` contains it.
         is_whole: Whether ranks also print whole tracebacks.
     """
     added = {RUN_REPORTS: TRACEBACK if is_whole else SUMMARY}
@@ -138,10 +138,10 @@ _FILES = "; ".join((
 
 @dataclass(frozen=True)
 class Stdin:
-    """A stdin for rank 0, which a process of this host has open. The other ranks have an empty stdin.
+    """A file that a process of this host has open, and that rank 0 gets as stdin. Other ranks have an empty stdin.
 
-    Rank 0 opens the file itself instead of reading through mpirun. Open MPI 5 never passes on the end of the file, and
-    mpirun reads ahead, so that a loop `while read line; do mpistrat run ...; done` would lose lines.
+    Rank 0 opens the file itself, and does not read it through mpirun. Open MPI 5 never passes on the end of the file.
+    And mpirun reads ahead, so a loop `while read line; do mpistrat run ...; done` would lose lines.
     """
 
     path: str  # The path of the open file descriptor in /proc.
@@ -154,10 +154,10 @@ class Stdin:
 
 
 def own_stdin() -> Stdin | None:
-    """Return the stdin of this process for rank 0, or None for a socket or a terminal.
+    """Return the stdin of this process, for rank 0; None for a socket or a terminal.
 
-    Another process cannot open a socket. Only programs in the foreground of a terminal may read from it, and ranks are
-    not in the foreground.
+    Rank 0 cannot open the socket of another process. Only programs in the foreground may read from a terminal, and
+    ranks are not in the foreground.
     """
     kind = os.fstat(0).st_mode
     if os.isatty(0) or stat.S_ISSOCK(kind):
@@ -168,10 +168,10 @@ def own_stdin() -> Stdin | None:
 
 def in_shell(command: tuple[str, ...], ranks: int, directory: str | None = None, is_announced: bool = False,
              stdin: Stdin | None = None) -> tuple[str, ...]:
-    """Return a shell command that prepares a rank and executes `command`; `command` itself if nothing is to prepare.
+    """Return a shell command that prepares a rank and executes `command`; or `command` if there is nothing to prepare.
 
     Args:
-        ranks: The rank numbers in file names are padded to the digits of the largest rank.
+        ranks: Number of ranks. Rank numbers in file names have as many digits as the largest rank.
         directory: The directory for output files, on each host; None: the output is not redirected.
         is_announced: Whether the rank prints that it starts.
         stdin: The stdin of rank 0; None: the stdin that mpirun provides.

@@ -1,4 +1,4 @@
-"""`mpistrat run`: start a command on several ranks with mpirun, and make the job end as a whole. Called by main.py."""
+"""`mpistrat run`: start a command on several ranks with mpirun, and end the whole job if a rank fails."""
 
 import argparse
 import json
@@ -126,7 +126,7 @@ def launched(planned: "Plan", options: argparse.Namespace, more: Mapping[str, st
              limits: TimeLimits | None = None, interference: Interference | None = None) -> Outcome:
     """Run the planned job and return its Outcome. Call this on the main thread, see supervisor.launch.
 
-    `more`: Additional variables for mpirun and the ranks.
+    `more`: Additional environment variables for mpirun and the ranks.
     """
     job, is_here = planned.job, is_local(planned.job, planned.machine)
     environ = {**with_home(os.environ), **(more or {}), **_binding(job, planned.mpirun), **planned.variables}
@@ -183,7 +183,7 @@ class Plan:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
-    """Return the options of mpistrat, the options of mpirun, and the command. Raises LaunchError."""
+    """Return the options of mpistrat, the options of mpirun, and the command. Raises LaunchError: wrong arguments."""
     arguments = split_arguments(argv)
     options = _parser().parse_args(arguments.own)
     if options.np == AUTO:
@@ -194,7 +194,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[s
 
 def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[str, ...],
          environ: Mapping[str, str], mpirun: Mpirun | None = None) -> Plan:
-    """Decide how to start the job, given the results of `parse`. `mpirun`: None if it is still to be found.
+    """Decide how to start the job, given the results of `parse`. `mpirun`: The mpirun to use; None: find one.
 
     Raises LaunchError: The input is wrong, or no mpirun is found.
     """
@@ -237,7 +237,7 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Return the variables that make ranks share the cores of a host, unless mpirun or the user binds the ranks."""
+    """Return variables that make ranks bind themselves to shares of the cores, or forbid it if mpirun binds ranks."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
     # With --report-bindings, mpirun itself prints that it has bound nothing.
@@ -282,9 +282,9 @@ class Speed:
 
 
 def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Mapping[str, str]], Outcome]) -> int:
-    """Run the two jobs, print the result, and return 0, or the exit code of a job that has failed.
+    """Run the script on one rank, then on all ranks. Print both speeds. Return 0, or the exit code of a failed job.
 
-    `launch_on`: Runs the job, given the number of ranks and additional environment variables. The job ends after
+    `launch_on`: Runs a job, given the number of ranks and additional environment variables. The job ends after
     --efficiency steps (process/step_timer.py).
 
     Raises LaunchError: The options contradict each other, or a job had too few steps.
@@ -330,7 +330,7 @@ def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Spee
 
 
 def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
-    """Return the sentence on the two jobs. Without rows, ranks of a Horovod-style script count a batch each."""
+    """Return a sentence that compares the speeds of one rank and of all ranks: in rows if known, else in steps."""
     if one.rows_per_s is not None and all_ranks.rows_per_s is not None:
         times = all_ranks.rows_per_s / one.rows_per_s
         detail = f"{figure(all_ranks.rows_per_s)} rows per second, and {figure(one.rows_per_s)} on one rank"

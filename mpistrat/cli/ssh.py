@@ -38,7 +38,7 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
                  environ: Mapping[str, str]) -> list[str]:
     """Return the hosts on which mpirun will start ranks by ssh. Pure.
 
-    The result is [] in an allocation of a batch system, and if the user has chosen another agent than ssh.
+    The result is [] in an allocation of a batch system, or if the user has chosen a program other than ssh.
     """
     is_other = machine.has_allocation or any(name in environ for each in STARTED for name in each.ssh_agents) or any(
         word in option for option in options for word in _AGENT_WORDS)

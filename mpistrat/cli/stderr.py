@@ -1,13 +1,13 @@
-"""Filter the stderr of mpirun: which lines are shown at once, and the summary at the end. Pure.
+"""Filter the stderr of mpirun: decide which lines are shown at once, and make the summary at the end. Pure.
 
-Bytes and times are arguments. Bytes pass unchanged, with these exceptions, for which whole lines are needed:
+Bytes and times are arguments. Bytes pass unchanged, except for these lines:
 
-- Held back for the summary: the report and the last operations of a rank that fails, the line of a rank that ends
-  without init(), and texts of mpirun about the end of a rank.
-- Log lines of TensorFlow, warnings of Python and errors in the arguments of a script are shown once, and not for each
-  rank. TensorFlow's C++ code prints several lines at its start, some in spite of TF_CPP_MIN_LOG_LEVEL.
+- Some lines are held back for the summary: the report and the last operations of a rank that fails, the line of a rank
+  that ends without init(), and texts of mpirun about the end of a rank.
+- Some lines are shown once, and not for each rank: log lines of TensorFlow, warnings of Python, and errors in the
+  arguments of a script. TensorFlow's C++ code prints several lines, some in spite of TF_CPP_MIN_LOG_LEVEL.
 
-An incomplete line passes after a moment, so that prompts and progress bars appear.
+An incomplete line passes after a moment, so prompts and progress bars appear.
 """
 
 import math
@@ -52,7 +52,7 @@ class Words:
 def understand(text: bytes) -> Words | None:
     """Parse a text of mpirun. Returns None if the text is not about the end of a process.
 
-    `text`: A line, or the lines from a rule to the next rule, including both rules.
+    `text`: One line, or a block of lines that begins and ends with a line of dashes.
     """
     flat = b" ".join(text.split())
     for launcher in STARTED:
@@ -89,7 +89,7 @@ _NO_DRIVER = b"failed call to cuInit"
 
 
 class _Repeats:
-    """Decides which lines are shown. For the arguments see Output."""
+    """Decides which lines to show. Of equal lines that several ranks print, one is shown. For arguments see Output."""
 
     def __init__(self, least: int, has_driver: bool) -> None:
         self._least, self._has_driver = least, has_driver
@@ -98,7 +98,7 @@ class _Repeats:
         self._seen: set[bytes] = set()
 
     def is_shown(self, line: bytes) -> bool:
-        """Whether to show a line. Called once for each line, in order."""
+        """Return whether to show a line. Call this once for each line, in order, because earlier lines count."""
         text = line.rstrip()
         warning, self._warning = self._warning, text if _WARNING.match(text) else b""
         match = _RECORD.match(text)
@@ -188,7 +188,7 @@ class Output:
         return self._shown(shown)
 
     def next_s(self, now: float) -> float | None:
-        """Return the seconds until `due` may return bytes; None if nothing is held back for a time."""
+        """Return the seconds until `due` may return bytes; None if no bytes are held back for a limited time."""
         until = min(self._partial_until, self._block_until)
         return max(0.0, until - now) if until < math.inf else None
 
@@ -228,7 +228,7 @@ class Output:
         return self._once(line)
 
     def _without_null(self, line: bytes) -> bytes:
-        """Remove the null character that Open MPI 5 prints after its last texts, or after lines of ranks."""
+        """Remove null characters from the start of a line. Open MPI 5 prints them after its texts about ended ranks."""
         bare = _untagged(line)
         if not self.words or not bare.startswith(b"\0"):
             return line
@@ -280,7 +280,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         reports: The reports of ranks that failed, in order of arrival.
         words: The texts of mpirun that were held back.
         interrupted_by: The signal with which the user has ended the job, or None.
-        died_of: The signal that has killed mpirun itself, unless this process sent the signal; or None.
+        died_of: The signal that has killed mpirun itself; None also if this process has sent the signal.
         can_show_more: Whether --traceback would show more.
         without_init: Number of ranks that have ended without init().
         why_not_started: Why some ranks have not started, or "".
@@ -310,7 +310,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
 
 def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, died_of: int | None,
             launcher: Launcher | None, subject: str) -> str:
-    """Return the end of the sentence on the exit code: the reason, or ""."""
+    """Return the reason for the exit code, as the end of a sentence; "" if the reason is not known."""
     if interrupted_by is not None:
         return f": it was ended by {'Ctrl-C' if interrupted_by == signal.SIGINT else _signal(interrupted_by)}"
     if died_of == signal.SIGKILL:
@@ -345,7 +345,7 @@ def _groups(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def _lines_of(groups: Sequence[list[Report]]) -> list[str]:
-    """Return the lines on groups of reports. The first group comes last, next to the end of the output."""
+    """Return the lines about groups of reports. The first group is printed last, at the end of the output."""
     lines = []
     if len(groups) > _MOST_GROUPS:
         left = [report for group in groups[_MOST_GROUPS:] for report in group]

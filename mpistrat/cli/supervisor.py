@@ -1,23 +1,23 @@
-"""The launcher: run mpirun, forward signals and stderr, kill remaining processes, and say why a job has failed.
+"""Run mpirun: forward signals and stderr, kill remaining processes, and say why a job has failed.
 
 Normally mpirun ends its ranks and itself. But mpirun was observed to hang after its ranks had ended, when hosts lost
-their connection, and mpirun may be killed before it can end its ranks. So `launch` does the following:
+their connection. And mpirun may be killed before it can end its ranks. Therefore `launch` does the following:
 
-- SIGTERM and Ctrl-C go to the ranks (`_handing_on`). The ranks have some time to save before mpirun gets SIGTERM, and
-  ends them. A terminal sends Ctrl-C to all its processes, so Ctrl-C is blocked in mpirun, unless mpirun forwards it.
+- SIGTERM and Ctrl-C go to the ranks (`_handing_on`), which have some time to save. Then mpirun gets SIGTERM, and ends
+  the ranks. A terminal sends Ctrl-C to mpirun too, so SIGINT is blocked in mpirun, unless mpirun forwards SIGINT.
 - After a rank has aborted the job, or after a signal, mpirun has some time to end. Then mpirun is terminated, and
-  killed if it still runs. A second signal kills mpirun at once.
-- After a job has failed, its remaining processes on this host are killed. Remaining processes of a successful job are
-  not touched.
+  killed if it still runs. After a second signal, mpirun is killed at once.
+- After a job has failed or received a signal, its remaining processes on this host are killed.
 - The whole job may have a time limit, after which mpirun is ended in the same way.
-- MPI's initialisation waits without a time limit for a rank that has ended without init(). mpirun ends the job if that
-  rank has failed. Otherwise mpirun is terminated.
-- mpirun waits without a time limit for hosts that do not answer, and then ignores signals. So if ranks on other hosts
-  have not started in time, mpirun is killed; before the start, a signal kills mpirun after a short time.
-- A thread reads the stderr of mpirun, and writes the filtered output (`stderr`) to stderr of this process. The thread
-  may wait for a slow reader of stderr. The main thread never waits: it queues its own lines for that thread. The last
-  lines are a summary. mpirun inherits the stdout of this process, unless the caller names another descriptor, and stdin
-  if rank 0 reads it (`rank_command`).
+- In MPI_Init, ranks wait without a time limit for a rank that has ended without init(). mpirun ends the job if that
+  rank has failed. Otherwise `launch` terminates mpirun.
+- mpirun waits without a time limit for hosts that do not answer, and ignores signals meanwhile. Therefore `launch`
+  kills mpirun if ranks on other hosts have not started in time, or a short time after a signal before the start.
+- A thread reads the stderr of mpirun, and writes the filtered output (`stderr`) to the stderr of this process. A slow
+  reader of stderr may block this thread. The main thread is not blocked: it queues its own lines for the thread. The
+  last lines are a summary.
+- mpirun inherits the stdout of this process, unless the caller names a different descriptor. mpirun also inherits the
+  stdin of this process if `LaunchCommand.reads_stdin` is true.
 
 Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
 """
@@ -96,11 +96,11 @@ class Termination:
         self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
 
     def is_first(self, now: float) -> bool:
-        """Whether a signal that arrives now is the first signal, or counts as the first."""
+        """Return whether a signal that arrives now is the first, or arrives within `second_s` after the first."""
         return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
 
     def note_signal(self, now: float, has_started: bool, handed_on: str) -> None:
-        """Record that a signal that ends programs has arrived. `handed_on`: Its name if ranks got it; "" if mpirun."""
+        """Record a signal that ends programs. `handed_on`: The signal's name if ranks got it; "" if mpirun got it."""
         if self._signalled_at is None and handed_on:
             self._signalled_at = now
             self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
@@ -143,9 +143,9 @@ _LAST_BYTES = 2**20
 
 
 class Forwarder:
-    """Starts the thread that forwards `source`, the read end of a pipe, which `join` closes.
+    """A thread that forwards the stderr of mpirun to the stderr of this process, through the filter `output`.
 
-    Only the thread uses the filter `output`, until the thread has ended.
+    `source`: The pipe from mpirun, which `join` closes. Only the thread calls methods of `output`, until it ends.
     """
 
     def __init__(self, source: int, output: Output):
@@ -163,15 +163,15 @@ class Forwarder:
         self._wake()
 
     def end(self, last: Callable[[], bytes]) -> None:
-        """Let the thread end after it has forwarded all output of mpirun. Returns at once.
+        """Make the thread end after it has forwarded all output of mpirun. Returns at once.
 
-        `last`: Returns whole lines to print after the output of mpirun. Called by the thread.
+        `last`: Called by the thread at its end. Returns whole lines to print after the output of mpirun.
         """
         self._last = last
         self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end, after `end`. Returns True if the thread has ended; then call no more methods."""
+        """Wait for the thread to end. Call `end` first. Return whether it has ended; if so, call no more methods."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
@@ -209,7 +209,7 @@ class Forwarder:
             self._write_lines(f"{self._said.pop(0)}\n".encode(errors="backslashreplace"))
 
     def _write_lines(self, lines: bytes) -> None:
-        """Write whole lines of mpistrat or of mpirun, on a new line."""
+        """Write whole lines. If the output so far ends within a line, write a newline first."""
         if lines:
             self._write(lines if self._output.is_at_line_start else b"\n" + lines)
             self._output.is_at_line_start = True
@@ -240,7 +240,7 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """The expected start of the ranks. Without arguments: the ranks do not print that they start (`in_shell`)."""
+    """How the ranks are expected to start. Start(): The ranks do not print that they start (see `in_shell`)."""
 
     ranks: int = 0  # Number of ranks.
     timeout_s: float = math.inf  # Time limit in seconds, from the start of mpirun to the start of all ranks.
@@ -261,7 +261,7 @@ class Outcome:
 
 
 class Interference:
-    """Callbacks with which a supervisor of several mpiruns controls `launch`. The base class does not interfere."""
+    """Callbacks by which a supervisor of several mpiruns controls `launch`. The base class is for a single mpirun."""
 
     subject = JOB  # the name of the job in messages
     ends_all = False  # Whether remaining processes are killed even if the exit code of mpirun is 0
@@ -272,7 +272,7 @@ class Interference:
         return ""
 
     def takes(self, number: int) -> bool:
-        """Whether the supervisor handles this signal itself, so that mpirun does not get it."""
+        """Return whether the supervisor handles this signal itself. If so, mpirun does not get the signal."""
         return False
 
     def why_vain(self, told: ReportReader) -> str:
@@ -284,7 +284,7 @@ class Interference:
                 "waited for them in init()")
 
     def keep_last(self, told: Collection[Sequence[str]]) -> str:
-        """Write the last operations of the ranks after mpirun has failed; see last.save."""
+        """Write the last operations of the ranks to a file, after a failure. Return a sentence on the file, or ""."""
         return last.save(told)
 
 
@@ -297,7 +297,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
     Args:
         environ: The environment for mpirun, to which the variables of `command` are added.
         output: The filter of mpirun's stderr.
-        speaker: The name of the command in the last lines.
+        speaker: The name of the command, which is printed before each line of mpistrat.
         interference: The callbacks of a supervisor of several mpiruns.
         stdout: A file descriptor for mpirun's stdout; None: the stdout of this process.
         ranks: Number of ranks that print that they call init(); 0: ranks do not print it.
@@ -322,9 +322,9 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 
 
 class _Run:
-    """One mpirun process, which is started with the signal mask `mask`.
+    """One mpirun process. `mask`: The signal mask with which mpirun starts.
 
-    The signals in `caught`, SIGCHLD and ABORTED must be blocked; they are received with sigtimedwait.
+    The caller must have blocked the signals in `caught`, SIGCHLD and ABORTED, because sigtimedwait receives them.
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
@@ -413,20 +413,20 @@ class _Run:
 
     @property
     def _are_hosts_reached(self) -> bool:
-        """Whether a rank has started on each host. If one of them aborts the job, other ranks may not start."""
+        """Whether a rank has started on each host. Other ranks may be missing, because a rank may abort early."""
         hosts = {host for host, _ in self._output.told.started.values()}
         return self._has_started or len(hosts) >= self._start.hosts
 
     def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
-        """Return the signals to mpirun that make it send signal `number` to the ranks; () if the ranks get no time."""
+        """Return the signals that make mpirun send `number` to the ranks; () if no signal does, or if grace_s is 0."""
         return () if self._launcher is None or not self._limits.grace_s else self._launcher.handed_on.get(number, ())
 
     @property
     def _is_recalled(self) -> bool:
         """Whether a signal has ended the job before all ranks had started.
 
-        mpirun may then end by itself or not, and its exit code says nothing about the job. So no line on mpirun is
-        printed, and the exit code follows from the signal in both cases.
+        Then the exit code of mpirun says nothing about the job, because mpirun may end by itself or be killed. So no
+        line about mpirun is printed, and the exit code of the job is 128 + the number of the signal.
         """
         return self._last_signal is not None and not self._has_started and not self._termination.is_urgent
 

@@ -1,7 +1,7 @@
 """`mpistrat timeline FILE`: where the time of each rank went, which rank came last, what was not fused and why.
 
-The result is text, and one HTML page with inline SVG, without a script and without anything from the network. Called by
-main.py.
+The result is text and, with --html, one HTML page with inline SVG. The page has no script and loads nothing from the
+network. Called by main.py.
 """
 
 import json
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measured(path: str) -> list[dict[str, Any]]:
-    """Return the points in a file that `mpistrat bench --json` has written."""
+    """Return the results in a file of `mpistrat bench --json`. Raises LaunchError: The file is not of that kind."""
     try:
         points = json.loads(Path(path).read_bytes())
         return [{key: point[key] for key in ("case", "operation", "nbytes", "mpistrat_s")} for point in points]
@@ -85,7 +85,7 @@ _MEANINGS = {
 
 
 def _text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the output of the command. `measured`: the points of `mpistrat bench --json`, for comparison."""
+    """Return the text that the command prints. `measured`: The results of `mpistrat bench --json`, for comparison."""
     steps = f", {counted(analysis.steps, 'step')}" if analysis.steps else ""
     lines = [f"{path}: {counted(analysis.operations, 'operation')} on {counted(len(analysis.ranks), 'rank')} in "
              f"{analysis.seconds:.3g} s{steps}", "", "rank" + "".join(f"{title:>11}" for title in _MEANINGS)]
@@ -108,7 +108,7 @@ def _shown(share: float | None) -> str:
 
 
 def _stragglers_of(analysis: Analysis) -> list[str]:
-    """Return a sentence on each rank for which others have waited long."""
+    """Return a sentence on each rank for which others have waited long, or a sentence that there is no such rank."""
     return [f"Rank {each.rank} came last in {each.operations} of {counted(analysis.operations, 'operation')}, "
             f"{each.late_s * 1e3:.3g} ms after the first (median): others waited {each.cost_s:.3g} s for it, "
             f"{_shown(each.cost_s / analysis.seconds)} of the time."
@@ -226,12 +226,12 @@ def _lateness(records: Sequence[Record]) -> str:
 
 
 def longest_wait(records: Sequence[Record]) -> Record:
-    """Return the record with the longest wait, for other ranks or for the agreement of all ranks."""
+    """Return the record of the operation with the longest time from submission to the agreement of all ranks."""
     return max(records, key=lambda each: each.agreed - (each.submitted or each.agreed))
 
 
 def _wait_of(records: Sequence[Record], places: Sequence[_Place]) -> str:
-    """Return a sentence on the longest wait: the two ranks, the step, and where the late rank was in the script."""
+    """Return a sentence on the longest wait: the two ranks, the step, and the place of the late rank in the script."""
     longest = longest_wait(records)
     arrival = arrival_of(by_operation(records)[longest.process_set, longest.number])
     step = "" if longest.step == NO_STEP else f" in step {longest.step}"
@@ -246,7 +246,7 @@ def _wait_of(records: Sequence[Record], places: Sequence[_Place]) -> str:
 
 
 def _operations(records: Sequence[Record]) -> str:
-    """Draw the operations of all ranks around the longest wait."""
+    """Draw, as SVG, the operations of all ranks around the longest wait."""
     longest = longest_wait(records)
     since = longest.submitted or longest.agreed
     start = min(each.submitted or each.agreed for each in records)
@@ -275,7 +275,7 @@ def _operations(records: Sequence[Record]) -> str:
 
 
 def _chart(height: int, shapes: Sequence[str], first: float, last: float, unit: str) -> str:
-    """Draw the shapes, and below them an axis from `first` to `last` with about five round numbers."""
+    """Return an SVG with the shapes, and below them an axis from `first` to `last` with about five round numbers."""
     axis = ""
     if last > first:
         step = 10.0 ** math.floor(math.log10((last - first) / 2))

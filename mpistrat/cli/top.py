@@ -1,8 +1,8 @@
 """`mpistrat top`: show a running job, and update the display. Called by main.py.
 
-Rank 0 of each job writes a status file once a second, on its own host. top reads the files of this user's jobs. Their
-directory belongs to the user alone (mode 0700). A file of another user or version, or a truncated file, is not shown,
-and the output has the reason.
+Rank 0 of each job writes a status file once a second, on its own host. top reads the status files in a directory that
+belongs to this user alone (mode 0700). If a file is truncated, or is of another user or of another version of mpistrat,
+top does not show the job, and says why.
 """
 
 import argparse
@@ -88,14 +88,14 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Found:
-    """The jobs of a directory, and a sentence for each file that cannot be shown."""
+    """The jobs that the status files in a directory describe, and a sentence on each file that cannot be shown."""
 
     jobs: tuple[JobStatus, ...]
     problems: tuple[str, ...] = ()
 
 
 def read(directory: Path, uid: int, time_s: float) -> Found:
-    """Return the jobs of the user with this ID, in order of start. `time_s`: the time now, in seconds since 1970."""
+    """Return the jobs of user `uid` in `directory`, in order of start. `time_s`: Now, in seconds since 1970."""
     try:
         if (problem := foreign(directory.lstat(), uid, 0o077)):
             return Found((), (f"{directory} {problem}: its files are not read",))
@@ -120,7 +120,7 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
 
 
 def _read_file(path: Path, uid: int) -> JobStatus:
-    """Read one status file. Raises ValueError with the problem, or OSError."""
+    """Read one status file, which user `uid` must own. Raises ValueError with the problem, or OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
         if (problem := foreign(os.fstat(file.fileno()), uid, 0o022)):
             raise ValueError(problem)
@@ -158,7 +158,7 @@ _STALLED_S = 5.0
 
 @dataclass(frozen=True)
 class RankLine:
-    """The state of a rank. `steps_per_s` and `rows_per_s` are None if nothing counts them, or no time has passed."""
+    """The state of a rank. `steps_per_s` and `rows_per_s` are None without a count, or without an older report."""
 
     rank: int
     host: str
@@ -176,7 +176,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class Stall:
-    """An operation that some ranks wait for. `waiting`: ranks that have submitted it. `missing`: the other ranks."""
+    """An operation that some ranks wait for. `waiting`: Ranks that have submitted it. `missing`: The other ranks."""
 
     name: str
     since_s: float
@@ -206,7 +206,7 @@ class Summary:
 
 
 def summarize(now: JobStatus, before: JobStatus | None, time_s: float) -> Summary:
-    """Summarize a job from its newest status and an older one, if any. `time_s`: the current time since 1970."""
+    """Summarize a job. `before`: An older status, to compute speeds; may be None. `time_s`: Now, since 1970."""
     earlier = {rank.rank: rank for rank in before.ranks} if before is not None and before.started == now.started else {}
     lines = tuple(_line(rank, earlier.get(rank.rank), now.written) for rank in now.ranks)
     last, why = _slowest(now.ranks)
@@ -236,7 +236,7 @@ def _silence(seconds: float) -> float:
 
 
 def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
-    """Return the rank that waits least, if the others clearly wait for it, else None; and the cause or the reason."""
+    """Return the slowest rank, and why it is slow; or None, and why no rank counts as the slowest."""
     if len(ranks) < 2:
         return None, "the job has only one rank"
     found = slowest([rank.waiting for rank in ranks])
@@ -266,7 +266,7 @@ _MOST_RANKS = 64  # More ranks do not fit on a screen. Only the first ranks get 
 
 
 def _drawn(summaries: Sequence[Summary], problems: Sequence[str], is_list: bool) -> "RenderableType":
-    """Draw a list of jobs with one line for each job, or one job; and below the sentences on files not shown."""
+    """Draw a list of jobs, one line for each job, or one job. Below it, draw the sentences on files not shown."""
     from rich.console import Group
     from rich.text import Text
     return Group(*(_listed(summaries) if is_list else _job(summaries[0])),
@@ -330,7 +330,7 @@ _LABELS = ("job", "rank", "host")
 
 
 def _write_metrics(jobs: Sequence[JobStatus], path: Path) -> None:
-    """Write the file atomically: a reader sees the old file or the new file. Raises LaunchError."""
+    """Write metrics for Prometheus, replacing the file atomically. Raises LaunchError: The file cannot be written."""
     from prometheus_client import CollectorRegistry, write_to_textfile
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
@@ -444,7 +444,7 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Draw the one job that runs at the start, or the list of several jobs, until Ctrl-C or until no job is left."""
+    """Show the one job that runs at the start, or a list of several jobs, until Ctrl-C or until they have ended."""
     console = _console()
     from rich.live import Live
     first = before = _chosen(_look(), options.job)
@@ -466,7 +466,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _console(file: io.StringIO | None = None) -> "Console":
-    """Return a console that records its output to `file` or stdout."""
+    """Return a console that prints to `file` (None: stdout) and records its output. Raises MissingDependencyError."""
     try:
         from rich.console import Console
     except ImportError as error:

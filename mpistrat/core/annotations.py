@@ -1,6 +1,6 @@
-"""Marks reductions for profilers, in the thread that runs the reductions. Nothing is marked while no profiler runs.
+"""Named ranges for profilers (TensorFlow's, NVTX) around reductions, in the thread that reduces.
 
-A timeline is made later, from records (trace/), but a profiler needs the marks at run time.
+The recorder in trace/ cannot supply these ranges, because it notes a reduction only after its end.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 def marked(request: Request) -> AbstractContextManager[Any]:
-    """Return the context in which to execute a request and the other requests of its bucket."""
+    """Return a context manager that marks a reduction for profilers. `request`: The first request in the reduction."""
     if not is_on():
         return _NOTHING
     with ExitStack() as stack:
@@ -28,9 +28,10 @@ def marked(request: Request) -> AbstractContextManager[Any]:
 
 
 def add(make: Callable[[str], AbstractContextManager[Any]], runs: Callable[[], bool] = lambda: True) -> None:
-    """Let a profiler show reductions. Adding the same profiler again does nothing.
+    """Register a profiler, which then shows reductions. Registering the same profiler again does nothing.
 
-    `runs` returns whether this profiler runs. With several profilers, `make` is also called while it does not run.
+    `make(name)` returns a context manager for a reduction. `runs()` returns whether the profiler runs. If several
+    profilers are registered, `runs` is not called, and `make` is called for every reduction.
     """
     global is_on
     if make not in makers:

@@ -1,6 +1,6 @@
 """Elementwise arithmetic of reductions (prescale, combine, scale), and flat buffers that hold several arrays.
 
-Only `Scale` divides a sum by the number of ranks. Pure functions on numpy arrays; any thread may call them.
+The functions work on numpy arrays and keep no state. Any thread may call them.
 """
 
 from bisect import bisect_right
@@ -16,9 +16,9 @@ from .request import ReduceOp, is_half
 
 
 class Scale:
-    """Multiplies a reduced value by `factor` and divides it by `divisor` (a number of ranks), before it is rounded.
+    """The last step of a reduction: multiplies by `factor`, divides by `divisor` (a number of ranks), and rounds.
 
-    Integers are divided exactly and truncated toward zero.
+    Integer results are truncated toward zero. Integers are divided exactly if `factor` is 1, else scaled in float64.
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
@@ -26,9 +26,9 @@ class Scale:
         self.is_identity = factor == 1.0 and divisor == 1  # Whether `apply` leaves values unchanged.
 
     def apply(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Write the scaled `source` to `target`. Both have the same shape, and may be the same memory.
+        """Write `source`, scaled, to `target`, which has the same shape and may be the same memory.
 
-        For a half precision `target`, `source` may be float32, so that the result is rounded once.
+        If `target` is half precision, `source` may be float32. The result is then rounded only once.
         """
         if source.dtype.kind in "iu" and self.factor == 1.0 and self.divisor > 1:
             wide = source if source.dtype == np.uint64 else source.astype(np.int64, copy=False)
@@ -53,11 +53,11 @@ class Reduction:
 
 @lru_cache
 def divided_before(reduction: Reduction, dtype: np.dtype) -> Reduction:
-    """Return `reduction` with its division moved into the prescale, if the result stays the same.
+    """Return `reduction` with its division moved into the prescale, or unchanged if the move could alter results.
 
-    The prescale costs nothing, since it is applied during a copy that is made in any case. The result is the same for
-    floats and a divisor that is a power of two: both divisions are exact, except for sums below 1e-37 or too large for
-    the dtype. Half precision has a smaller range, so its division stays after the sum, in float32.
+    The prescale costs nothing, because values are multiplied while they are copied in any case. Floats may be divided
+    before the sum if the divisor is a power of two, because that division is exact (except for sums below 1e-37 or too
+    large for the dtype). Half precision has a smaller range, so it is divided after the sum, in float32.
     """
     scale, divisor = reduction.scale, reduction.scale.divisor
     if divisor != 1 and divisor & (divisor - 1) == 0 and dtype.kind in "fc" and not is_half(dtype):
@@ -118,9 +118,9 @@ class FlatLayout:
         self.length = self._starts[-1]  # The number of elements of all arrays.
 
     def segments(self, start: int, count: int) -> list[tuple[int, slice, slice]]:
-        """Return the parts of arrays that hold elements `start` to `start + count` of the flat buffer.
+        """Return which parts of the arrays are in the `count` elements of the flat buffer from `start` on.
 
-        Each part is (index of the array, its elements, the same elements counted from `start`).
+        Each part is (index of the array, slice of the array, slice of the `count` elements).
         """
         index, segments, done = bisect_right(self._starts, start) - 1, [], 0
         while done < count:
@@ -134,13 +134,13 @@ class FlatLayout:
 
 
 def segments(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
-    """Return (elements in the flat buffer, 1-D view) for each array that has any elements."""
+    """Return (slice of the flat buffer, 1-D view of the array) for each array that is not empty."""
     ends = accumulate([array.size for array in arrays])
     return [(slice(end - array.size, end), array.reshape(-1)) for array, end in zip(arrays, ends) if array.size]
 
 
 def pack(arrays: Sequence[np.ndarray], target: np.ndarray, scale: float = 1.0) -> None:
-    """Copy `arrays`, multiplied by `scale`, one after the other to 1-D `target`, which has their number of elements."""
+    """Copy `arrays` times `scale`, one after the other, to 1-D `target`, which has as many elements as all of them."""
     if len(arrays) == 1:
         scaled_copy(arrays[0].reshape(-1), scale, target)
         return

@@ -1,4 +1,4 @@
-"""The rounding errors of `Compression.int8` (core/quantised.py), kept for the next step. For the engine's thread."""
+"""The rounding errors of `Compression.int8` (core/quantised.py), which are added to the gradients of the next step."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +14,7 @@ from .topology import Topology
 class Errors:
     """The rounding errors of the `count` values of a bucket, in float32; zeros at first.
 
-    A rank writes only the parts that it sends. The system allocates no memory for the other parts.
+    A rank writes only the errors of values that it sends to other hosts. The system allocates no memory for the others.
     """
 
     def __init__(self, count: int):
@@ -22,7 +22,7 @@ class Errors:
         self._own: set[tuple[int, int]] = set()  # The parts that this rank sends, as (first, end).
 
     def part(self, first: int, count: int) -> np.ndarray:
-        """Return a view of the errors of `count` values from `first` on, which this rank sends."""
+        """Return a view of the errors of the `count` values from index `first` on. This rank sends these values."""
         self._own.add((first, first + count))
         return self.values[first:first + count]
 
@@ -35,9 +35,9 @@ class Errors:
 
 
 class ErrorFeedback:
-    """Keeps the rounding errors by the names of buckets, as long as the data plane exists.
+    """The rounding errors of all buckets, by the name of the bucket. They exist as long as the data plane.
 
-    `plane` is used to check that all ranks have memory for the errors.
+    `plane`: Lets the ranks tell each other whether they have memory for the errors.
     """
 
     def __init__(self, plane: DataPlane, topology: Topology):
@@ -46,22 +46,22 @@ class ErrorFeedback:
         self._restored: dict[str, np.ndarray] = {}
 
     def own(self) -> dict[str, np.ndarray]:
-        """Return this rank's errors by the names of buckets. Local; no collective may be in flight.
+        """Return this rank's part of the errors, by the name of the bucket. Local; no collective may be in flight.
 
-        The sum over the ranks is the error of the tensors. Restored errors belong to rank 0 until their bucket is used.
+        The sum over all ranks is the error. Rank 0 returns restored errors until their bucket is reduced again.
         """
         waiting = {name: errors if self._topology.rank == 0 else np.zeros_like(errors)
                    for name, errors in self._restored.items()}
         return dict(sorted((waiting | {name: errors.own() for name, (_, errors) in self._kept.items()}).items()))
 
     def restore(self, errors: Mapping[str, np.ndarray]) -> None:
-        """Start from sums of `own` over the ranks, the same on all ranks. Local; no collective may be in flight."""
+        """Replace all errors by `errors`: the sums of `own` over the ranks. Local; no collective may be in flight."""
         self._kept, self._restored = {}, dict(errors)
 
     def of(self, quantised: Quantised, count: int) -> Errors | None:
-        """Return the errors of a bucket of `count` values, zeros at first; None if the bucket keeps none. Collective.
+        """Return the errors of a bucket of `count` values, zeros at first; None: it has no error feedback. Collective.
 
-        Raises EngineError: On all ranks, if any rank has no memory for the errors.
+        Raises EngineError: A rank has no memory for the errors. All ranks raise it.
         """
         if not quantised.name:
             return None

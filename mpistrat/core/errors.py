@@ -4,15 +4,15 @@
 
     MpistratError
     ├── NotInitializedError     (ValueError)   an op or a query before init() or after shutdown()
-    ├── SettingsError           (ValueError)   an unknown MPISTRAT_ name, a value out of range, ranks that differ
+    ├── SettingsError           (ValueError)   an unknown MPISTRAT_ name, a value out of range, ranks that disagree
     ├── MissingDependencyError  (ImportError)  a package or library is missing; the text has the pip command
-    ├── InvalidRequestError     (ValueError)   one rank's arguments are wrong; nothing was sent, the job continues
+    ├── InvalidRequestError     (ValueError)   a call or its arguments are wrong; no tensor was sent, the job continues
     │   └── DuplicateNameError                 a collective of this name is in flight on this rank
     ├── LaunchError             (ValueError)   the arguments cannot be turned into a command line of mpirun
-    ├── RunError                (RuntimeError) a function that run() has called on other processes has failed
+    ├── RunError                (RuntimeError) a function that run() has called in other processes has failed
     ├── ElasticError            (RuntimeError) an elastic job cannot keep a commit, or has no agent on a host
-    ├── RecoveryError           (RuntimeError) the ranks that are left after a loss cannot go on in their processes
-    └── CollectiveError         (RuntimeError) the same on every rank that takes part
+    ├── RecoveryError           (RuntimeError) the surviving ranks cannot reconnect after a loss of ranks
+    └── CollectiveError         (RuntimeError) a collective failed; every rank that takes part raises the same error
         ├── MismatchError       (ValueError)   the ranks disagree on a tensor, weights or steps
         ├── ClusterError        (ValueError)   roles or the network do not fit a cluster
         ├── RankDiedError                      a rank has died, and the others cannot continue
@@ -23,11 +23,11 @@
             │   └── DeadlockError              all ranks wait for each other
             └── ShutdownError                  a rank ended while others wait for it
 
-Words for how ranks end: a rank *leaves* if it announces its end, and *dies* if its process ends without announcement. A
-*host is lost* when it is down, or the link to it is cut. Ranks that have died or were on a lost host are *lost*.
+A rank *leaves* if it announces its end, and *dies* if its process ends without an announcement. A host is *lost* if it
+is down, or if the link to it is cut. A rank is *lost* if it has died or its host is lost.
 
-A `CollectiveError` is raised on every rank with the same text. After a `MismatchError` the engine goes on, unless the
-tensor was in a `tf.function`. After an `EngineError` it does not.
+A `CollectiveError` has the same text on every rank. The engine continues after a `MismatchError`, unless the tensor was
+in a `tf.function`. The engine does not continue after an `EngineError`.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class MpistratError(Exception):
 
 
 class NotInitializedError(MpistratError, ValueError):
-    """init() has not been called, or shutdown() has been called after it."""
+    """init() has not been called, shutdown() has been called since, or this process was forked from a rank."""
 
 
 class SettingsError(MpistratError, ValueError):
@@ -59,7 +59,7 @@ class MissingDependencyError(MpistratError, ImportError):
 
 
 class InvalidRequestError(MpistratError, ValueError):
-    """This rank's arguments are wrong. Raised before anything is sent to other ranks."""
+    """A call or its arguments are wrong on this rank. No tensor was sent to other ranks."""
 
 
 class DuplicateNameError(InvalidRequestError):
@@ -94,7 +94,7 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class ClusterError(CollectiveError, ValueError):
-    """The ranks cannot form a cluster: roles disagree with size(), no port is free, or the chief is unreachable."""
+    """The ranks cannot form a cluster: roles do not add up to size(), no port is free, or the chief is unreachable."""
 
 
 class RankDiedError(CollectiveError):
@@ -113,8 +113,8 @@ class MessageError(EngineError):
 class LostRank:
     """A rank that has died, or whose host is lost.
 
-    `rank` is its number in the job before any recovery, `host` the name of its host, and `how` says how the loss was
-    noticed, for example "process 4711 has died".
+    `rank`: Its number in the job before any recovery. `host`: The name of its host. `how`: How the loss was noticed,
+    for example "process 4711 has died".
     """
 
     rank: int
@@ -140,7 +140,7 @@ class RanksLostError(EngineError):
         return self.args[0]
 
     def add(self, lost: Iterable[LostRank]) -> None:
-        """Add lost ranks. Ranks that are in `self.lost` already are ignored."""
+        """Add lost ranks to `self.lost`. Ranks that are already in it are ignored."""
         known = {each.rank for each in self.lost}
         self.args = ((*self.lost, *(each for each in lost if each.rank not in known)),)
 

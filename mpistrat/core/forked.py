@@ -1,8 +1,8 @@
-"""Refuses collectives, init() and shutdown() in processes that were forked from a rank.
+"""Makes collectives and init() raise an error in processes that were forked from a rank.
 
-A forked process has a copy of the rank's memory, but not its threads (of the engine and MPI). It shares the rank's
-connections, so its messages would look like messages of the rank. `rank()` and `size()` still work: they only read
-fields, and data loading workers need them to choose a shard. Any thread may call these functions.
+A forked process has a copy of the rank's memory, but no threads of the engine or MPI. It shares the rank's connections,
+so its messages would look like messages of the rank. `rank()` and `size()` still work: they only read fields, and data
+loading workers need them to choose a shard. Any thread may call the functions of this module.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 from .errors import NotInitializedError
 
 _TEXT = ("this process was forked from a rank (process {parent}), and is not a rank itself: only the parent can call "
-         "collectives, init() and shutdown(). Call them in the parent, and pass the results to this process. To start "
+         "collectives and init(). Call them in the parent, and pass the results to this process. To start "
          "a process that shares nothing with its parent, use multiprocessing.get_context('spawn').")
 # An environment variable in the processes that a rank starts, with the process id of the rank. Not a setting.
 RANK_PROCESS = "_MPISTRAT_RANK"

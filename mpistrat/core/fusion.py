@@ -14,13 +14,13 @@ from .tuning import KEPT_FUSION_PLANS, QUANTISED_LEAST_BYTES
 def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
     """Group members into buckets, each of which is one reduction.
 
-    A bucket starts with the first remaining member, and takes later members of the same key. Members of other keys are
-    skipped, like in Horovod's look-ahead, as long as the bytes taken and skipped together stay within `limit`. So
+    A bucket starts with the first remaining member, and takes later members with the same key. Members with other keys
+    are skipped, as in Horovod's look-ahead, while the bytes taken and skipped together stay within `limit`. So
     interleaved dtypes still fuse.
 
     Args:
-        members: (key, bytes) of each tensor. Only members of equal keys (dtype, operation, scale) share a bucket.
-        limit: Bytes of a bucket. A larger member gets a separate bucket. 0: every member gets a separate bucket.
+        members: (key, bytes) of each tensor. Only members with equal keys (dtype, operation, scale) share a bucket.
+        limit: The most bytes of a bucket. A larger member gets a separate bucket. 0: each bucket has one member.
 
     Returns the buckets as lists of indices into `members`, ordered by their first index.
     """
@@ -49,8 +49,8 @@ def plan_buckets(members: Sequence[tuple[Hashable, int]], limit: int) -> list[li
 def buckets_from_last(nbytes: Sequence[int], limit: int, first_limit: int | None = None) -> list[list[int]]:
     """Group gradients into buckets from the last to the first, the order in which the backward pass computes them.
 
-    `nbytes` has the bytes of each gradient. A bucket has at most `limit` bytes, and the first bucket at most
-    `first_limit`, unless that is None. A larger gradient has a separate bucket. Returns the indices of each bucket.
+    `nbytes[i]`: The bytes of gradient i. `limit`: The most bytes of a bucket; a larger gradient gets a separate bucket.
+    `first_limit`: Replaces `limit` for the first bucket, if given. Returns the indices of the gradients of each bucket.
     """
     buckets: list[list[int]] = []
     used = 0
@@ -69,12 +69,12 @@ _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 
 def is_fused(request: Request) -> bool:
-    """Return whether tensors of a request may share a bucket with others. Adasum combines each tensor separately."""
+    """Return whether the tensors of `request` may be fused: those of broadcasts, and of all-reduces except Adasum."""
     return request.kind in _FUSED and request.scaled.op is not ReduceOp.ADASUM
 
 
 class Submitted(Protocol):
-    """A request, the same on all ranks, and its tensors (see handle.Entry)."""
+    """A request that is equal on all ranks, with this rank's tensors. handle.Entry has these fields."""
 
     request: Request
     arrays: Sequence[Array]  # In the order of `request.tensors`.
@@ -82,7 +82,7 @@ class Submitted(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FusionBucket:
-    """Arrays that are reduced, or broadcast, as one collective. Hashed by identity, so it may be a key of caches."""
+    """Arrays that one all-reduce or broadcast handles together. Hashed by identity, so it may be a key of a dict."""
 
     request: Request  # The request of the first member. All members agree in the fields that fusion compares.
     members: tuple[tuple[int, int], ...]  # (index of the entry, index of the array in the entry) of each array.
@@ -91,7 +91,7 @@ class FusionBucket:
 
 
 class BucketPlans:
-    """Makes the plans for lists of entries that are the same on all ranks, and caches them by the list of requests."""
+    """Plans which arrays of a list of entries share a bucket. Caches the plans by the list of requests."""
 
     def __init__(self, size: int):
         self._size = size
@@ -99,9 +99,9 @@ class BucketPlans:
         self._limit = 0
 
     def plan(self, entries: Sequence[Submitted], limit: int, divisor: int | None = None) -> list[FusionBucket]:
-        """Return the buckets of all arrays that are fused. Each bucket has at most `limit` bytes.
+        """Return the buckets for all entries that may be fused (`is_fused`). The requests are equal on all ranks.
 
-        An average divides by `divisor`; None: by the number of ranks.
+        `limit`: See plan_buckets. An average divides by `divisor`; None: by the number of ranks.
         """
         if limit != self._limit:
             self._plans.clear()
@@ -151,7 +151,7 @@ class BucketPlans:
 
 
 def _quantised(request: Request, arrays: Sequence[Array], first: int) -> Quantised | None:
-    """Return how the sums of a bucket are quantised; None: not at all. `first`: The index of its first array."""
+    """Return how a bucket of `arrays` is quantised; None: not at all. `first`: Index of `arrays[0]` in the request."""
     dtype = arrays[0].dtype
     if not (is_half(dtype) or dtype.kind == "f") or sum(array.nbytes for array in arrays) < QUANTISED_LEAST_BYTES:
         return None

@@ -1,6 +1,6 @@
 """Handle, the pending result of a collective, and Entry, a request with its arrays and its handle.
 
-The engine completes handles in the thread that drives it. Any thread may wait for them.
+The thread that runs the engine completes handles. Any thread may wait for a handle.
 """
 
 import logging
@@ -27,9 +27,9 @@ drivers: set[int] = set()  # The ids of the threads that currently run a cycle o
 
 
 def require_no_driver(operation: str) -> None:
-    """Raise InvalidRequestError if the caller has interrupted this thread inside a cycle of an engine.
+    """Raise InvalidRequestError if this thread is inside a cycle of an engine. `operation`: The call, for the error.
 
-    Such a caller is a signal handler or a finalizer. It would wait for the cycle, which waits for the caller to return.
+    The caller is then a signal handler or finalizer that has interrupted the cycle, and would wait for it for ever.
     """
     if threading.get_ident() in drivers:
         raise InvalidRequestError(
@@ -46,9 +46,9 @@ _Call = tuple[_Callback, object]
 class Handle:
     """The pending result of a collective: a future with the collective's name. Any thread may use it.
 
-    A handle has no lock, since a signal handler may interrupt any statement, and wait for another handle while the lock
-    is held. It relies on atomic list operations. A waiter or callback is added before `is_done` is read, and `is_done`
-    is set before the waiters and callbacks are read.
+    A lock in a handle could cause a deadlock: a signal handler interrupts the thread that holds the lock, and waits for
+    the engine, which waits for the lock. So handles use atomic list operations. A waiting thread adds its waiter or
+    callback before it reads `is_done`. The engine sets `is_done` before it reads the waiters and callbacks.
     """
 
     __slots__ = ("_arrays", "_callbacks", "_error", "_waiters", "is_done", "name")
@@ -69,7 +69,7 @@ class Handle:
             CollectiveError: The collective failed, on all ranks.
             InvalidRequestError: The collective is not complete, and the caller has interrupted a cycle of the engine.
             NotInitializedError: The process was forked from this rank before the collective was complete.
-            TimeoutError: The collective is not complete after `timeout_s`. It continues; `wait` may be called again.
+            TimeoutError: The collective is not complete after `timeout_s`. The collective continues; call `wait` again.
         """
         if not self.is_done and not self.await_done(-1 if timeout_s is None else max(timeout_s, 0.0)):
             raise TimeoutError(f"{self.name} is not complete after {timeout_s} s")
@@ -78,7 +78,7 @@ class Handle:
         return self._arrays
 
     def await_done(self, timeout_s: float) -> bool:
-        """Block until the collective is complete, or for `timeout_s` (-1: no limit). Returns whether it is complete."""
+        """Block until completion, for `timeout_s` at most (-1: no limit). Return whether the collective is complete."""
         if self.is_done:
             return True
         forked.require_rank()  # No handle is ever completed in a forked process.
@@ -98,24 +98,24 @@ class Handle:
         return self.is_done
 
     def when_done(self, callback: _Callback, argument: object = None) -> None:
-        """Call `callback([argument])` on completion in the engine's thread, or at once if the handle is complete.
+        """Call `callback([argument])` in the engine's thread when the collective completes, or now if it has completed.
 
-        Handles that are completed together and have the same callback share one call, with the arguments of all of
-        them. The callback must not block.
+        If several handles with the same callback complete together, the callback is called once, with a list of all
+        their arguments. The callback must not block.
         """
         self._callbacks.append((callback, argument))
         if self.is_done:
             _call(self._take_callbacks())
 
     def complete(self, arrays: list[Any]) -> None:
-        """Deliver the result. Engine only."""
+        """Deliver the result. Only the engine calls this."""
         self._arrays = arrays
         calls = self._finish()
         if calls:
             _call(calls)
 
     def fail(self, error: Exception) -> None:
-        """Deliver an error. Engine only."""
+        """Deliver an error. Only the engine calls this."""
         self._error = error
         _call(self._finish())
 
@@ -135,7 +135,7 @@ class Handle:
 
 
 def complete_all(results: Iterable[tuple[Handle, list[Any]]]) -> None:
-    """Deliver results to several handles, and call their callbacks afterwards. Engine only."""
+    """Deliver results to several handles, and call their callbacks afterwards. Only the engine calls this."""
     calls: list[_Call] = []
     for handle, arrays in results:
         handle._arrays = arrays
@@ -157,7 +157,7 @@ def _call(calls: list[_Call]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The node of a graph that submits requests of one name."""
+    """A node of a TensorFlow graph. All requests that it submits have the same name."""
 
     place: Callable[[], str]  # Returns the place in user code where the node is made. A call takes milliseconds.
     is_in_order: bool  # Whether the nodes with this name run in program order, the same on all ranks.

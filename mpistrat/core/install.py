@@ -1,7 +1,7 @@
 """The pip commands in messages about missing packages, and the versions that mpistrat was tested with.
 
-mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Before the release, messages
-name the packages of the extra. A release sets IS_PUBLISHED; see docs/release.md. Any module may call the functions.
+mpistrat is not in a package index yet, so `pip install 'mpistrat[gpu]'` finds nothing. Until a release sets
+IS_PUBLISHED (see docs/release.md), messages therefore list the packages of the extra, here `gpu`.
 """
 
 import re
@@ -33,17 +33,17 @@ def pip(*requirements: str, upgrade: bool = False) -> str:
 
 
 def missed_requirement(package: str, version: str) -> str:
-    """Return the requirement for "tensorflow" or "keras" that `version` does not fulfil; "" if it does."""
+    """Return mpistrat's requirement on `package` ("tensorflow" or "keras") if `version` does not meet it; else ""."""
     requirement = next(each for each in EXTRAS["tensorflow"] if each.startswith(package))
     oldest, end = map(numbers, requirement.split(","))
     return "" if oldest <= numbers(version) < end else requirement
 
 
 def require_version(user: str, package: str, version: str) -> None:
-    """Check the installed `version` of TensorFlow or Keras. mpistrat uses private names, which other versions may lack.
+    """Check that mpistrat supports the installed `version` of TensorFlow or Keras, whose private names it uses.
 
-    Raises MissingDependencyError: mpistrat was not tested with this version. The text names the versions that `user`,
-    a part of mpistrat, needs.
+    Raises MissingDependencyError: mpistrat was not tested with this version. The text names the tested versions, and
+    `user`, the module of mpistrat that needs the package.
     """
     requirement = missed_requirement(package, version)
     if requirement:

@@ -1,8 +1,8 @@
 """Interfaces of the backends: DataPlane for arrays, ControlPlane for messages, DeviceExecutor for GPU tensors.
 
 Observer is the engine's interface to the trace, which records operations (trace/). Only the thread that drives the
-engine calls the methods, except `wake` and methods for any thread. A DataPlane method is collective unless its
-docstring says otherwise: all ranks call it in the same order, with arguments they agreed on.
+engine calls these methods, unless a docstring allows any thread. A DataPlane method is collective unless its docstring
+says otherwise: all ranks call it in the same order, with arguments they agreed on.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from .request import Array
 
 
 class RankLeftError(EngineError):
-    """Another rank has called DataPlane.abandon. A control message of that rank, which names the cause, follows."""
+    """Another rank has called DataPlane.abandon. That rank also sends a control message, which names the cause."""
 
 
 class Prepared:
@@ -36,15 +36,15 @@ class Prepared:
         self.is_packed = False
 
     def pack_ahead(self) -> None:
-        """Continue the local part. Local; never waits."""
+        """Continue to pack this rank's part of the data. Local; never waits."""
 
     def finish(self, all_packed: bool) -> None:
-        """Complete the all-reduce. Collective. `all_packed`: All ranks know that `is_packed` is true on all ranks."""
+        """Complete the all-reduce. Collective. `all_packed`: All ranks know that every rank has `is_packed` set."""
         self.plane.allreduce(self.sources, self.targets, self.reduction)
 
 
 class DataPlane(ABC):
-    """Collectives on C-contiguous arrays in this process's memory. Arrays are 1-D, except for allreduce."""
+    """Collectives on C-contiguous numpy arrays. The arrays are 1-D in all collectives except allreduce."""
 
     name: str
 
@@ -54,28 +54,28 @@ class DataPlane(ABC):
 
         There is at least one source, and all sources have the same dtype. `targets[i]` may be `sources[i]` itself.
 
-        Each element is combined in rank order (`arithmetic.combine`). So the results have the same bits on all ranks,
-        and the result of an element does not depend on its index in the array.
+        The values of the ranks are combined in a fixed order (`arithmetic.combine`), so the results have the same bits
+        on all ranks. Unless `reduction` is quantised, the result of an element does not depend on its index.
         """
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
-        """Begin an all-reduce: only the part that is local and short. Local; never waits.
+        """Begin an all-reduce, and return it: do only the first part, which is local and short. Local; never waits.
 
-        The caller may drop the result. It may call `finish` on it only if there was no other collective in between.
+        The caller may discard the result. `finish` may be called on it only if no other collective has run since.
         """
         return Prepared(self, sources, targets, reduction)
 
     @abstractmethod
     def allgather(self, source: np.ndarray, target: np.ndarray, counts: Sequence[int]) -> None:
-        """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""
+        """Write the `source` of every rank to `target`, in rank order. Rank r has `counts[r]` elements."""
 
     @abstractmethod
     def alltoall(self, source: np.ndarray, target: np.ndarray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        """Send the next `sent[r]` elements of `source` to rank r, and receive `received[r]` elements from rank r.
+        """Send `sent[r]` elements of `source` to each rank r, and write `received[r]` elements from rank r to `target`.
 
-        `target` gets the received elements in rank order. `largest` is the largest number in the `sent` of all ranks,
-        the same on all ranks.
+        `source` and `target` are in rank order. `largest` is the largest number in the `sent` lists of all ranks. All
+        ranks pass the same `largest`.
         """
 
     @abstractmethod
@@ -83,8 +83,8 @@ class DataPlane(ABC):
                       reduction: Reduction) -> None:
         """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts are in rank order; the part of rank r has `counts[r]` elements. Among the ranks of one host, the
-        result has the same bits as that of allreduce.
+        The parts are in rank order; the part of rank r has `counts[r]` elements. If all ranks are on one host, the
+        result has the same bits as the result of allreduce.
         """
 
     @abstractmethod
@@ -92,18 +92,18 @@ class DataPlane(ABC):
         """Overwrite `array` with the array of `root_rank`."""
 
     def measured_choices(self) -> list[str]:
-        """Return sentences on what this rank has chosen for all ranks from measured times. Local; any thread."""
+        """Return sentences on what this rank has chosen by measuring, for example chunk sizes. Local; any thread."""
         return []
 
     def abandon(self, is_stalled: bool) -> None:
-        """Take part in no more collectives. If the backend can, it makes ranks that wait for this rank fail. Local.
+        """Stop taking part in collectives. If the backend can, it makes ranks that wait for this rank fail. Local.
 
-        `is_stalled`: Whether this rank itself has waited too long for other ranks.
+        `is_stalled`: Whether this rank leaves because it has waited too long for other ranks.
         """
         return
 
     def revoke(self) -> list[Any]:
-        """Give up all resources after a loss of ranks, instead of `close`, which needs all ranks. Local.
+        """Give up all resources after a loss of ranks, when `close` is impossible because it needs all ranks. Local.
 
         Returns the communicators and requests of MPI, for the caller to discard.
         """
@@ -115,10 +115,10 @@ class DataPlane(ABC):
 
 
 class DeviceExecutor:
-    """Executes entries of tensors on a device, asynchronously.
+    """Executes the entries whose tensors are on a device, asynchronously.
 
-    This base class is for ranks without a device: it is never busy, and cannot execute anything. Methods raise
-    EngineError if the device reports an error, or has taken longer than the stall limit.
+    This base class is for ranks without a device: it cannot execute anything. Methods raise EngineError if the device
+    reports an error, or has taken longer than the stall limit.
     """
 
     batches: Sized = ()  # The enqueued entries that are not complete. As long as there are any, `poll` must be called.
@@ -126,15 +126,15 @@ class DeviceExecutor:
     findings: Sequence[str] = ()  # Facts about the device that were found before its first collective, for users.
 
     def execute(self, entries: Sequence[Entry], divisor: int | None = None) -> None:
-        """Enqueue the collectives of entries that are the same on all ranks. Collective.
+        """Enqueue the collectives of `entries`, which are the same on all ranks. Collective.
 
-        It completes the handles, or leaves that to `poll`. An average divides by `divisor`; None: by the number of
-        ranks.
+        Handles may be complete on return; `poll` completes the others. An average divides by `divisor`; None: by the
+        number of ranks.
         """
         raise NotImplementedError("there is no device to execute on")
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
-        """Copy arrays to the device, and return the copies in the form for an Entry.
+        """Copy arrays to the device, and return the copies as the `arrays` of an Entry.
 
         Raises EngineError: This rank has not used its device yet, or the device has no memory for the copies.
         """
@@ -142,27 +142,27 @@ class DeviceExecutor:
                           "tensors together. Call a collective on GPU tensors on all ranks before join().")
 
     def poll(self) -> bool:
-        """Complete the handles of finished work. Returns whether any work has finished."""
+        """Complete the handles of the work that the device has finished. Returns whether there was such work."""
         return False
 
     def await_kept(self) -> None:
-        """Wait until the device has finished all enqueued work of handles that are complete. Local; any thread."""
+        """Wait for work that the device has not finished, although its handles are complete. Local; any thread."""
 
     def drain(self) -> None:
-        """Wait until all handles are complete and the device uses no memory of theirs."""
+        """Wait until all handles are complete, and the device no longer uses the memory of their tensors."""
 
     def unfinished(self) -> list[Entry]:
-        """Return the entries that are not complete. The device may write to their memory even after a failure."""
+        """Return the entries that are not finished. The device may write to their memory even after a failure."""
         return []
 
     def halt(self) -> None:
-        """Stop enqueued work from using memory, before its handles fail. Takes some seconds at most. Never raises."""
+        """Before handles fail, make the memory of their work safe to reuse. Takes seconds at most. Never raises."""
 
     def abandon(self) -> None:
         """Give up all work, because this rank or another rank has failed. Never raises."""
 
     def close(self) -> None:
-        """Release communicators and memory, after all ranks have drained. Collective. May be called twice."""
+        """Release communicators and memory, after all ranks have called `drain`. Collective. May be called twice."""
 
 
 class ControlPlane(ABC):
@@ -174,10 +174,10 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Wait until this rank has nothing more to do for its messages to `ranks`, which then arrive by themselves.
+        """Wait until the messages to `ranks` need no further calls of this rank in order to arrive.
 
-        The engine calls it before a collective that these ranks must learn of, and before the engine ends. It waits for
-        room in the receivers' queues, so the receivers must be able to make progress without this rank.
+        The engine flushes before a collective that the messages announce to `ranks`, and before the engine ends. A
+        flush waits for room in the receivers' queues, so the receivers must be able to make progress without this rank.
 
         `limit_s`: The longest wait, after which StallError is raised; None: the limit in the settings.
         """
@@ -194,13 +194,13 @@ class ControlPlane(ABC):
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         """Wait until a message may have arrived, wake() is called, or `timeout_s` has passed. May return early.
 
-        `spin_s`: Seconds to poll before sleeping. `quiet_s`: Seconds without any event so far. Backends that must poll
-        use `quiet_s` to sleep longer.
+        `spin_s`: Seconds to poll before sleeping. `quiet_s`: Seconds since the last event. A backend that must poll
+        sleeps longer between polls if `quiet_s` is larger.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Make a wait in progress, or the next one, return at once. Any thread may call it. Never blocks."""
+        """Make `wait` return at once: the call in progress, or else the next. Any thread may call it. Never blocks."""
 
     def revoke(self) -> list[Any]:  # See DataPlane.
         return []
@@ -213,8 +213,8 @@ class ControlPlane(ABC):
 class Observer:
     """Watches an engine: it gets each executed entry, and may exchange messages with the observers of the other ranks.
 
-    This base class is for an engine that is not watched. The messages travel over the control plane of all ranks, along
-    the tree of negotiation: from rank 0 to all other ranks, and from each other rank to rank 0.
+    This base class ignores everything. The engines carry the messages along the tree of negotiation. A message of rank
+    0 goes to all other ranks, and a message of another rank goes to rank 0.
     """
 
     def __init__(self) -> None:
@@ -223,21 +223,21 @@ class Observer:
         self.outgoing: deque[bytes] = deque()
 
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
-        """Record an entry that is complete: its handle has the result. Local; takes a microsecond at most.
+        """Record an entry whose handle has its result. Local; takes a microsecond at most.
 
-        `bucket`: The number of the first entry in the same reduction. `began`, `ended`: When the reduction began and
-        ended, as time.monotonic_ns(). If the entry has several, when the first one began, and the last one ended.
+        `bucket`: The `number` of the first entry in the same reduction. `began`, `ended`: When the reduction began and
+        ended, as time.monotonic_ns(). Of several reductions, the first counts for `began`, and the last for `ended`.
         """
 
     def receive(self, message: bytes) -> None:
-        """Handle a message that has arrived. Called in the thread that drives the engine; must not block."""
+        """Handle a message of another rank's observer. Called in the thread that drives the engine; must not block."""
 
     def fail(self) -> None:
-        """Note that the engine ends with an error, before operations in flight fail. Called like `receive`."""
+        """Note that the engine ends with an error. Called like `receive`, before operations in flight fail."""
 
 
 class Outcome(IntEnum):
-    """The outcome of a round of votes."""
+    """The outcome of a round of votes. ALL_READY needs `is_ready` in the votes of all ranks."""
 
     REFUSED = 0
     AGREED = 1  # All ranks have voted for the same number.
@@ -245,27 +245,27 @@ class Outcome(IntEnum):
 
 
 class AgreementRound(ABC):
-    """Agreement among all ranks in rounds, like MPIX_Comm_agree: each rank votes for a number in each round."""
+    """Agreement of all ranks on a number, in rounds, like MPIX_Comm_agree: each rank votes once in each round."""
 
     @abstractmethod
     def vote(self, number: int, is_ready: bool = False) -> None:
-        """Vote for `number` (61 bits), or vote against any (0). Once in a round. Wakes ranks that sleep."""
+        """Vote for `number` (61 bits); 0 is a vote against all. Wakes sleeping ranks. `is_ready`: See Outcome."""
 
     @abstractmethod
     def outcome(self) -> Outcome | None:
-        """Return the outcome of the round, the same on all ranks, and end the round. None if votes are missing."""
+        """Return the outcome of the round, equal on all ranks, and end the round. None: a rank has not voted yet."""
 
     @abstractmethod
     def has_news(self) -> bool:
-        """Return whether the result of `outcome` may have changed."""
+        """Return whether `outcome` should be called, because votes have arrived."""
 
     @abstractmethod
     def missing(self) -> list[int]:
-        """Return the ranks that have not voted in this round. May include ranks whose vote is not known here."""
+        """Return the ranks that have not voted in this round, as far as this rank knows."""
 
     def revoke(self) -> list[Any]:  # See DataPlane.
         return []
 
     def close(self) -> None:
-        """Release all resources. Collective; no round is under way."""
+        """Release all resources. Collective. No round may be in progress."""
         return

@@ -1,7 +1,7 @@
-"""Interruption: ends all waits of a rank for other ranks, because some ranks are lost.
+"""Interruption: ends the waits of this rank for other ranks when ranks are lost.
 
-Every loop that waits for another rank calls `check`, once it has waited for longer than a moment. Any thread may call
-the methods. One object serves all groups of a job.
+Every loop that waits for another rank calls `check`, unless the wait ends within a moment. Any thread may call the
+methods. All groups (process sets) of a job share one object.
 """
 
 import threading
@@ -15,7 +15,7 @@ _SIGN_POLL_S = 0.005
 
 
 class Interruption:
-    """The lost ranks that this rank knows of."""
+    """A flag that ends this rank's waits when ranks are lost. `error` names the lost ranks."""
 
     def __init__(self, is_watched: bool = False):
         # Whether a watch looks for lost ranks. If so, an error of any kind may be the first sign of a loss, and
@@ -30,7 +30,7 @@ class Interruption:
         self._lock = threading.RLock()  # A signal handler may interrupt `add`, and itself call `add`.
 
     def add(self, lost: Sequence[LostRank]) -> RanksLostError:
-        """Note that ranks are lost, and interrupt this rank's waits. Returns `error`."""
+        """Note that ranks are lost, and make this rank's waits raise `error`. Returns `error`."""
         with self._lock:
             if self.error is None:
                 self.error = RanksLostError(lost)
@@ -43,7 +43,7 @@ class Interruption:
             raise self.error
 
     def await_error(self) -> None:
-        """Wait until `error` is set, or until the watch would have noticed a loss, so that None means no loss."""
+        """Wait until `error` is set, or the watch for lost ranks has had time to set it. None then means no loss."""
         until = time.monotonic() + _SIGN_S
         while self.is_watched and self.error is None and time.monotonic() < until:
             time.sleep(_SIGN_POLL_S)

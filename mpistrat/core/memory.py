@@ -1,8 +1,8 @@
 """Memory for results and fusion buffers: aligned, and reused once it is free.
 
 Fresh memory costs page faults (0.25 ms per MB), so results of the same size use the same blocks step after step.
-TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned. Only one thread, the driver, uses a pool.
-Any thread may free its blocks.
+TensorFlow adopts a numpy array without a copy only if it is 64-byte aligned. Only one thread, the driver of the engine,
+takes memory from a pool. Any thread may release it.
 """
 
 import math
@@ -48,19 +48,18 @@ _NO_BLOCKS: deque[_Block] = deque()
 
 
 class ResultPool:
-    """Allocates arrays from pooled blocks. One thread uses the pool; any thread may use the arrays.
+    """Allocates arrays for results in blocks that it reuses. One thread uses the pool; any thread may use the arrays.
 
     A block is free when nothing outside the pool refers to it: every numpy view holds a reference to the block, and
-    TensorFlow holds the view for as long as a tensor uses its memory.
+    TensorFlow holds the view for as long as a tensor uses its memory. Block sizes are rounded up, so that results of
+    nearly equal sizes share blocks.
 
-    The memory in use bounds the pool. Sizes are rounded up, so that results of nearly equal sizes share blocks. When a
-    new block would exceed the limit, the pool keeps the free blocks taken last, up to `allowed` bytes: the bytes in
-    use, or `spare_bytes` if that is more. The new limit is the bytes in use plus twice `allowed`.
+    The pool has a size limit. A new block that would exceed the limit makes the pool drop free blocks, the least
+    recently taken first, until at most K bytes are free. K is the bytes in use, or `spare_bytes` if that is more. The
+    limit is then set to the bytes in use plus 2 K.
 
-    The time of a call does not grow with the number of blocks. `take` looks at no more than RESULT_LOOKS blocks, and
-    the next call looks at the blocks after these. If a caller keeps more results, `take` may overlook a free block.
-
-    `spare_bytes`: Bytes of free blocks that the pool may always keep.
+    `take` looks at no more than RESULT_LOOKS blocks, so its time does not grow with the number of blocks. It may
+    therefore overlook a free block. The next call looks at the blocks after these.
     """
 
     def __init__(self, spare_bytes: int = SPARE_RESULT_BYTES):
@@ -71,7 +70,7 @@ class ResultPool:
         self._next_drop_at = IDLE_RESULT_ROUNDS
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an uninitialised, aligned, C-contiguous array over a free block."""
+        """Return an uninitialised, aligned, C-contiguous array in a free block, or else in a new block."""
         size = block_size(math.prod(shape) * dtype.itemsize)
         blocks = self._blocks.get(size, _NO_BLOCKS)
         for _ in range(min(len(blocks), RESULT_LOOKS)):
@@ -97,7 +96,7 @@ class ResultPool:
         return block
 
     def _drop_free(self, allowed_bytes: int, taken_since: int = 0) -> None:
-        """Drop free blocks, but keep up to `allowed_bytes` of those taken last, in round `taken_since` or later."""
+        """Drop all free blocks except up to `allowed_bytes` of those taken last, in round `taken_since` or later."""
         free = [block for blocks in self._blocks.values() for block in blocks if block.is_free]
         free.sort(key=lambda block: block.taken_at, reverse=True)
         dropped = set()
@@ -114,7 +113,7 @@ class ResultPool:
                 del self._blocks[size]
 
     def end_round(self) -> None:
-        """End a round (a call of Executor.execute). Now and then, drop blocks not taken for IDLE_RESULT_ROUNDS."""
+        """End a round (a call of Executor.execute). Now and then, drop blocks unused for IDLE_RESULT_ROUNDS rounds."""
         self._round += 1
         if self._round >= self._next_drop_at:
             self._drop_free(self.nbytes, taken_since=self._round - IDLE_RESULT_ROUNDS)
@@ -125,7 +124,7 @@ class ResultPool:
 
 @lru_cache(1024)
 def block_size(nbytes: int) -> int:
-    """Return the size of the block for a result of `nbytes`: a multiple of 64, at most an eighth larger."""
+    """Return the bytes of a block for `nbytes` bytes: a multiple of 64, and from 512 on at most an eighth more."""
     return rounded_up(nbytes, max(ALIGNMENT, (1 << nbytes.bit_length()) // (2 * RESULT_SIZE_STEPS)))
 
 
@@ -136,7 +135,7 @@ class FusionBuffer:
         self._memory = aligned_empty(0)
 
     def view(self, elements: int, dtype: np.dtype) -> np.ndarray:
-        """Return a 1-D array of `elements` over the buffer. The former contents are lost."""
+        """Return a 1-D array of `elements` elements in the buffer. The buffer's former contents are lost."""
         nbytes = elements * dtype.itemsize
         if nbytes > self._memory.nbytes:
             self._memory = aligned_empty(nbytes)

@@ -1,4 +1,4 @@
-"""Checks that only this user owns a file or directory, before its content is trusted, or files in it are removed."""
+"""Checks that other users cannot change a file or directory, before mpistrat trusts it or removes files in it."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def foreign(found: os.stat_result, uid: int, others: int) -> str:
-    """Return why a file is not trusted, or "": its owner is not `uid`, or its mode has permissions in `others`."""
+    """Return why a file is not trusted: its owner is not `uid`, or its mode has bits of `others`. Otherwise ""."""
     if found.st_uid != uid:
         return f"belongs to user {found.st_uid}"
     if stat.S_IMODE(found.st_mode) & others:
@@ -17,10 +17,10 @@ def foreign(found: os.stat_result, uid: int, others: int) -> str:
 def own_directory(path: Path, mode: int, others: int) -> None:
     """Make a directory with `mode` unless it exists, and check that no other user can put files into it.
 
-    Where everybody may make directories, as in /tmp, another user may have made it first.
+    The check is needed because another user may have made the directory first, for example in /tmp.
 
-    Raises OSError: The directory cannot be made, is not a directory, belongs to another user, or its mode has
-    permissions in `others`.
+    Raises OSError: The directory cannot be made, is not a directory, belongs to another user, or its mode has bits of
+    `others`.
     """
     path.mkdir(mode=mode, exist_ok=True)
     found = path.lstat()

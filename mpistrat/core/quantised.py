@@ -1,12 +1,12 @@
 """Blocks of 8-bit numbers with a scale for each block: the data between hosts with `Compression.int8`.
 
-A block is BLOCK consecutive values. Its scale is the largest absolute value, divided by 127. The values are divided by
+A block has BLOCK consecutive values. Its scale is the largest absolute value, divided by 127. The values are divided by
 the scale and rounded to whole numbers, ties to even. The rounding errors are added to the next values of the same
-tensor (error feedback: Seide et al., 1-bit SGD, 2014; Karimireddy et al., arXiv 1901.09847). Nothing is random, so the
-same values have the same bytes.
+tensor (error feedback: Seide et al., 1-bit SGD, 2014; Karimireddy et al., arXiv 1901.09847). Nothing is random, so
+equal values give equal bytes.
 
-A block with a NaN or an infinity has a scale that is not finite. So no value of the block is finite at the receiver.
-Used by the engine's thread.
+If a block contains a NaN or an infinity, its scale is not finite. The receiver then reads no finite value in the block.
+Only the engine's thread uses this module.
 """
 
 from collections.abc import Hashable, Iterator
@@ -36,12 +36,12 @@ class Quantised:
 
 
 def wire_bytes(count: int) -> int:
-    """Return the bytes of `count` values: the scales of the blocks, the values, and padding to a multiple of 4."""
+    """Return how many bytes `count` values need: the scales, a byte for each value, padding to a multiple of 4."""
     return -(-count // BLOCK) * SCALE_BYTES + rounded_up(count, SCALE_BYTES)
 
 
 class Codec:
-    """Rounds values to blocks, and reads blocks. Only one thread at a time may use it. Uses no memory before that."""
+    """Rounds values to blocks, and reads blocks. Only one thread at a time may use a codec."""
 
     def __init__(self) -> None:
         self._work = np.empty((2, QUANTISED_BATCH_BLOCKS * BLOCK), np.float32)
@@ -49,8 +49,8 @@ class Codec:
     def encode(self, values: np.ndarray, errors: np.ndarray | None, wire: np.ndarray) -> None:
         """Write the 1-D floating-point `values` to `wire`, which has wire_bytes(values.size) bytes.
 
-        `errors` has the rounding errors of earlier calls, one float32 for each value. They are added to the values, and
-        replaced by the new errors, which are zero in blocks that are not finite. None: no errors are kept.
+        `errors`: The rounding errors of the previous call, one float32 for each value; None: not kept. They are added
+        to the values, and then replaced by the errors of this call (zeros in blocks that are not finite).
         """
         scales, codes = _parts(wire, values.size)
         wire[codes.size + scales.nbytes:] = 0
@@ -77,7 +77,7 @@ class Codec:
                         wanted[is_lost] = 0.0
 
     def decode(self, wire: np.ndarray, target: np.ndarray, adds: bool = False) -> None:
-        """Set the float32 `target` to the values in `wire`, or if `adds` add these values to `target`."""
+        """Write the values in `wire` to the float32 `target`. If `adds` is true, add them to `target` instead."""
         scales, codes = _parts(wire, target.size)
         with np.errstate(all="ignore"):
             for elements, blocks, shape in _batches(target.size):
@@ -96,7 +96,7 @@ def _parts(wire: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _batches(count: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-    """Yield (values, blocks, (number of blocks, block length)) of batches that fit in the cache."""
+    """Yield (slice of values, slice of blocks, (number of blocks, block length)) of batches that fit in the cache."""
     whole = count // BLOCK
     for first in range(0, whole, QUANTISED_BATCH_BLOCKS):
         last = min(first + QUANTISED_BATCH_BLOCKS, whole)

@@ -1,6 +1,6 @@
 """Request, the description of a collective that a rank submits, and the functions that validate and make requests.
 
-The functions check only what one rank can check alone. Pure; any thread may call them.
+The functions check only what a rank can check without the others. Pure; any thread may call them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _HALVES = ("float16", "bfloat16")
 
 
 class Array(Protocol):
-    """What numpy arrays and GPU arrays have in common: C-contiguous elements of one dtype. Only for annotations."""
+    """What numpy arrays and GPU arrays have in common: C-contiguous elements of one dtype. For type annotations."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -44,7 +44,7 @@ def name_of(dtype: np.dtype) -> str:
 
 @cache
 def is_half(dtype: np.dtype) -> bool:
-    """Return whether a dtype is half precision. Such values are combined and scaled in float32."""
+    """Return whether a dtype is float16 or bfloat16. Such values are combined and scaled in float32."""
     return name_of(dtype) in _HALVES
 
 
@@ -60,7 +60,7 @@ class ReduceOp(IntEnum):
 
 
 class CollectiveType(str, Enum):
-    """The collective of a request."""
+    """The kind of collective that a request asks for."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -94,9 +94,9 @@ _SUM = ScaledOp(ReduceOp.SUM)
 
 @dataclass(frozen=True)
 class Request:
-    """Tensors of one rank that are ready to be reduced, gathered or broadcast together.
+    """One rank's announcement that tensors are ready to be reduced, gathered or broadcast together.
 
-    The ranks match requests by `name`. All other fields but the last three must be equal on all ranks.
+    The ranks match requests by `name`. Only `labels`, `in_graph` and `process_set` may differ among the ranks.
     """
 
     kind: CollectiveType
@@ -132,7 +132,7 @@ class Request:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of 61 bits, never 0, which is the same on all ranks for equal requests."""
+        """A hash of 61 bits, never 0. Requests that are equal have the same fingerprint on all ranks."""
         compared = repr(self.to_tuple()[:-2])  # without labels and in_graph
         return int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=8).digest(), "little") >> 3 or 1
 
@@ -190,7 +190,7 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
 
 
 def on_gpu(request: Request) -> Request:
-    """Return the request for tensors on a GPU. Raises InvalidRequestError if only the CPU can execute it."""
+    """Return `request` for tensors on a GPU. Raises InvalidRequestError: Only the CPU can execute the request."""
     if request.scaled.op is Adasum:
         raise InvalidRequestError(f"{request.name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, "
                                   "or pass CPU tensors.")
@@ -200,7 +200,7 @@ def on_gpu(request: Request) -> Request:
 @lru_cache(KEPT_REQUESTS)
 def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = DEVICE_CPU,
                       process_set: int = 0) -> Request:
-    """Return a request to concatenate each of `tensors` along the first dimension, which may differ among ranks."""
+    """Return a request to gather each of `tensors` along its first dimension, whose size may differ among ranks."""
     specs = tuple(_with_any_rows(name, CollectiveType.ALLGATHER, tensor) for tensor in tensors)
     return Request(CollectiveType.ALLGATHER, name, specs, device=device, process_set=process_set)
 
@@ -208,7 +208,7 @@ def allgather_request(name: str, tensors: tuple[TensorSpec, ...], device: str = 
 @lru_cache(KEPT_REQUESTS)
 def reducescatter_request(name: str, tensors: tuple[TensorSpec, ...], scaled: ScaledOp, device: str = DEVICE_CPU,
                           process_set: int = 0) -> Request:
-    """Return a request to reduce each of `tensors`. Each rank gets its rows of the results.
+    """Return a request to reduce each of `tensors`. Each rank gets a part of the rows of each result.
 
     Raises InvalidRequestError: The dtype cannot be reduced, a tensor is a scalar, a factor is not finite, or the
     operation is neither Average nor Sum.
@@ -229,10 +229,10 @@ def alltoall_request(name: str, tensors: tuple[TensorSpec, ...], size: int, devi
                      process_set: int = 0) -> Request:
     """Return a request to send rows of a tensor to each rank.
 
-    `tensors` are the tensor, on the device, and its splits, on the CPU: the number of rows for each of `size` ranks.
+    `tensors` describes two tensors: the tensor to send, on `device`, and its splits, on the CPU. The splits are the
+    number of rows for each of `size` ranks.
 
-    Raises InvalidRequestError: The tensor cannot be sent or is a scalar, or the splits are not one integer for each
-    rank.
+    Raises InvalidRequestError: The tensor cannot be sent, or is a scalar; or the splits are not `size` integers.
     """
     tensor, splits = tensors
     spec = _with_any_rows(name, CollectiveType.ALLTOALL, tensor)
@@ -247,7 +247,7 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
                       labels: tuple[str, ...] = (), device: str = DEVICE_CPU, process_set: int = 0) -> Request:
     """Return a request to overwrite `tensors` with the tensors of `root_rank`.
 
-    `ranks` are the ranks that take part, in order. The request has the index of `root_rank` in `ranks`.
+    `ranks`: The job's numbers of the ranks that take part. The request has the index of `root_rank` in `ranks`.
     """
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -266,7 +266,7 @@ def barrier_request(name: str) -> Request:
 
 @lru_cache(KEPT_REQUESTS)
 def join_request(process_set: int = 0) -> Request:
-    """Return the request of join(): without tensors, complete when all ranks have joined (negotiation/subtree.py)."""
+    """Return the request of join(). It has no tensors, and is complete when all ranks have joined."""
     return Request(CollectiveType.JOIN, "join()", process_set=process_set)
 
 
@@ -275,7 +275,7 @@ def specs_of(arrays: Sequence[Array]) -> tuple[TensorSpec, ...]:
 
 
 def _with_any_rows(name: str, kind: CollectiveType, tensor: TensorSpec) -> TensorSpec:
-    """Check a tensor, of which each rank may have another number of rows. Return its spec, the same on all ranks."""
+    """Check a tensor whose number of rows may differ among ranks. Return its spec, with -1 in place of that number."""
     _check_bytes(name, tensor.dtype)
     if not tensor.shape:
         raise InvalidRequestError(f"{name}: {kind.value} needs at least one dimension, but a rank-zero tensor was "
@@ -290,7 +290,7 @@ def _check_bytes(name: str, dtype: str) -> None:
 
 
 def _checked(name: str, scaled: ScaledOp) -> ScaledOp:
-    """Check the factors. Return them as floats, so that fingerprints are equal if some ranks pass integers."""
+    """Check that the factors are finite. Return them as floats, because 1 and 1.0 would give different fingerprints."""
     op, prescale, postscale = scaled
     if not (math.isfinite(prescale) and math.isfinite(postscale)):
         raise InvalidRequestError(f"{name}: prescale and postscale factors must be finite. Received: {prescale}, "

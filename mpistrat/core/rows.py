@@ -1,4 +1,4 @@
-"""Numbers of rows for each rank in reduce-scatters and all-to-alls, and the choice of rows for a digest. Pure."""
+"""The rows that each rank gets in reduce-scatters and all-to-alls, and the choice of rows for a digest. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def row_size(shape: Sequence[int]) -> int:
 
 
 def rows_of_ranks(rows: int, size: int) -> list[int]:
-    """Return the number of reduced rows for each rank. As in Horovod, the first `rows % size` ranks get one more."""
+    """Return how many of `rows` each rank gets. As in Horovod, the first `rows % size` ranks get one row more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
@@ -31,7 +31,7 @@ def even_splits(name: str, rows: int, size: int) -> list[int]:
 
 
 def int32_splits(name: str, splits: object) -> np.ndarray:
-    """Return the splits of an all-to-all as int32, in which the ranks exchange them.
+    """Return the splits of an all-to-all as int32, the dtype in which the ranks exchange them.
 
     Raises InvalidRequestError: The splits are not integers, or do not fit into int32.
     """
@@ -51,7 +51,7 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 
     `table[r]` has the number of rows of rank r's tensor, and then the number of rows that rank r sends to each rank.
 
-    Raises InvalidRequestError on all ranks, if the splits of any rank are negative, or add up to more than its rows.
+    Raises InvalidRequestError: Splits of a rank are negative, or exceed the rows of its tensor. All ranks raise it.
     """
     for sender, (rows, *splits) in zip(topology.job_ranks, table.tolist(), strict=True):
         if min(splits) < 0:
@@ -63,9 +63,9 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 
 
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:
-    """Return the numbers of elements that `rank` sends to each rank and receives from each rank, and a maximum.
+    """Return (elements that `rank` sends to each rank, elements that it receives from each rank, the largest number).
 
-    The maximum is over all pairs of ranks. A row has `elements` elements. received_rows has checked the `table`.
+    The largest number is over all pairs of ranks. A row has `elements` elements. received_rows has checked `table`.
     """
     parts = table[:, 1:] * elements
     return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())
@@ -76,6 +76,6 @@ _SAMPLE_ROWS, _SAMPLE_BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
 
 
 def places_of_sample(rows: int, row_bytes: int) -> np.ndarray:
-    """Return evenly spaced row indices, for a digest of an array with `rows` rows (at least 1) of `row_bytes` bytes."""
+    """Return evenly spaced row indices for the digest of an array. `rows`: at least 1. `row_bytes`: bytes of a row."""
     count = min(rows, _SAMPLE_ROWS, max(_FEWEST_ROWS, _SAMPLE_BYTES // max(row_bytes, 1)))
     return np.linspace(0, rows - 1, count).astype(np.int64)

@@ -1,7 +1,7 @@
 """All settings of mpistrat, read once by init() from MPISTRAT_* environment variables.
 
-Only this module reads MPISTRAT_*. Other modules get settings as arguments. A setting that Horovod has too has the same
-name: HOROVOD_X is MPISTRAT_X. The runtime calls `Settings.from_env` in init().
+Only this module reads MPISTRAT_*. Other modules get settings as arguments. Settings that Horovod has too keep their
+names: HOROVOD_X becomes MPISTRAT_X. The runtime calls `Settings.from_env` in init().
 """
 
 import difflib
@@ -32,7 +32,7 @@ FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream
 def _setting(env: str, default: T, doc: str, **allowed: Any) -> T:
     """Return a dataclass field with its environment name (without prefix), its documentation and its `allowed` values.
 
-    A number is between `low` and `high`. A text is one of `choices`, or a list of `words`, or any text.
+    A number has limits, `low` and `high`. A text has `choices`, or is a list of `words`, or may be any text.
     """
     return field(default=default, metadata={"env": env, "doc": doc, **allowed})
 
@@ -135,10 +135,10 @@ class Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Settings":
-        """Read the settings from `environ`.
+        """Read the settings from `environ`. Skip names that other programs use, such as MPISTRAT_HOME.
 
-        Raises SettingsError: There are unknown MPISTRAT_ names that are not of other programs, or values that are
-        malformed or out of range. The text names all of them.
+        Raises SettingsError: MPISTRAT_ names are unknown, or values are malformed or out of range. The text lists all
+        of them.
         """
         by_env = {PREFIX + f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
@@ -182,7 +182,7 @@ class Settings:
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
 
     def uses(self, way: FastWay) -> bool:
-        """Return whether a fast way may be used, because MPISTRAT_DISABLE does not name it."""
+        """Return whether a fast way may be used. MPISTRAT_DISABLE lists the ways that may not be used."""
         return way not in self.disable.split(",")
 
     @property
@@ -192,7 +192,7 @@ class Settings:
 
     @property
     def probe_s(self) -> float:
-        """Seconds between two probes of another host. The kernel takes this time in whole seconds."""
+        """Seconds between two probes of another host: at least 1, because the kernel takes whole seconds."""
         return max(1.0, self.lost_after_s / 5)
 
     @property
@@ -216,7 +216,7 @@ class Settings:
 
 
 def taken_from_horovod(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the MPISTRAT_ variables for the HOROVOD_ variables in `environ`. An MPISTRAT_ variable already set wins.
+    """Return the MPISTRAT_ variables for the HOROVOD_ variables in `environ`. An MPISTRAT_ variable in `environ` wins.
 
     HOROVOD_ variables without a counterpart, or with a value that the setting does not accept, are left out.
     """

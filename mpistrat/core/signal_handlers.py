@@ -26,7 +26,7 @@ def are_installed() -> bool:
 
 
 def expect() -> None:
-    """Make may_interrupt return True in the main thread from now on. Called by a signal handler."""
+    """Make may_interrupt return True in the main thread from now on, because an interruption is planned."""
     global _found, _next_look_at
     _found, _next_look_at = True, math.inf
 
@@ -43,7 +43,7 @@ def may_interrupt() -> bool:
 
 
 class WakeUp:
-    """An event that `wait` clears. A signal handler may call `set`, even if it has interrupted `set`."""
+    """An event that `wait` clears. A signal handler may call `set`, even if it has interrupted a call of `set`."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[None] = SimpleQueue()

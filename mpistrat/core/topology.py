@@ -29,7 +29,7 @@ class Topology:
 
     @cached_property
     def job_ranks(self) -> tuple[int, ...]:
-        """The job's number of each rank of this topology. Messages to users have the job's numbers."""
+        """The number in the job of each rank of this topology. Messages to users have these numbers."""
         return self.members or tuple(range(self.size))
 
     @property
@@ -37,11 +37,11 @@ class Topology:
         return self.job_ranks[self.rank]
 
     def listed(self, ranks: Iterable[int]) -> str:
-        """Return the `rank_list` of these ranks, with their numbers in the job."""
+        """Return these ranks as a text, by their numbers in the job (see rank_list)."""
         return rank_list(self.job_ranks[rank] for rank in ranks)
 
     def subset(self, ranks: Sequence[int]) -> "Topology":
-        """Return the topology of a process set of `ranks`, in ascending order, one of which is this rank."""
+        """Return the topology of a process set. `ranks` has its ranks in ascending order, this rank among them."""
         return Topology(ranks.index(self.rank), tuple(self.host_of[rank] for rank in ranks), tuple(ranks))
 
     @cached_property
@@ -85,7 +85,7 @@ class Topology:
 
     @cached_property
     def cross_ranks(self) -> tuple[int, ...]:
-        """The ranks of all hosts that have the same local_rank as this rank, in order."""
+        """The ranks with the same local_rank as this rank, at most one on each host, in order."""
         local_rank = self.local_rank
         per_host = (self.ranks_on(host) for host in self.hosts)
         return tuple(sorted(ranks[local_rank] for ranks in per_host if len(ranks) > local_rank))
@@ -107,11 +107,11 @@ class Topology:
 
 
 def unique_hosts(names: Sequence[str], groups: Sequence[int]) -> tuple[str, ...]:
-    """Return host names by rank that are equal if and only if ranks share memory.
+    """Return a host name for each rank. Two ranks have the same name if and only if they share memory.
 
-    `names` has the host name of each rank, from its operating system. `groups` has the group of each rank: the lowest
-    rank that shares memory with the rank. If groups have the same name (mostly in containers), the number of the group
-    is appended. So a machine whose ranks do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
+    `names[r]`: The host name of rank r, from its operating system. `groups[r]`: The lowest rank that shares memory with
+    rank r. If ranks with one host name are in several groups (mostly in containers), the group is appended to the name.
+    So a machine whose ranks do not share memory counts as several hosts, as in MPI_COMM_TYPE_SHARED.
     """
     groups_of: dict[str, set[int]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -160,7 +160,7 @@ _NOT_RUNNING = "its process is stopped, or something in it keeps Python's global
 def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
     """Return sentences about a wait of this rank that has lasted for `waited_s` seconds.
 
-    `missing` has the ranks that this rank waits for. It may have more ranks, if it is unknown which ranks are late.
+    `missing`: The ranks that this rank waits for, or may wait for if that is not known exactly.
     """
     is_one_host = len(topology.hosts) == 1
     who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")

@@ -1,12 +1,12 @@
 """Every tuning constant of mpistrat, with what it decides and the measurement behind it.
 
-A constant belongs here if another value would change only how fast a job runs, or how much memory and processor time
-it takes. Time limits after which something counts as failed, sizes that a protocol or a library fixes, and settings
-(core.settings) stand beside the code that uses them.
+A constant belongs here if its value changes only how fast a job runs, or how much memory and processor time it takes.
+Time limits after which something counts as failed, sizes that a protocol or a library fixes, and settings
+(core.settings) are beside the code that uses them.
 
-The first line on a constant says what it decides, the second one what was measured, or "not measured" and the reason
-for the value. Figures are from the two machines of two cores in docs/speed.md, where no other is named. Shared by all
-packages; nothing here is changed at run time.
+The first line on a constant says what it decides. The second line says what was measured, or "not measured" and the
+reason for the value. Unless a comment names a machine, figures are from the two machines of two cores in docs/speed.md.
+Shared by all packages; nothing here is changed at run time.
 """
 
 # -- core: what is kept from one step to the next ---------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """An agent: a process that keeps the commits of a job in the memory of one host. `python -m mpistrat.elastic.agent`
 
-The first rank of a host that finds no agent starts an agent, with the job on its stdin. The agent runs in a separate
-session without MPI, so it outlives the ranks, and the daemon that started the ranks. The agent ends when the supervisor
-has ended, that is when nothing listens at the supervisor's address. If the supervisor is only out of reach, or stopped,
-the agent tries to reconnect, for minutes. The commits are in anonymous memory (memfd), which ranks of the same user
-open through /proc; the kernel frees the memory with the agent.
+A rank that finds no agent on its host starts an agent, and writes the description of the job to the agent's stdin. The
+agent has its own session and no MPI. So it outlives the ranks, and the daemon of mpirun that started the ranks. The
+agent ends when the supervisor has ended: the supervisor tells it to end, or the supervisor's port refuses connections.
+If the supervisor does not answer because of a cut link or SIGSTOP, the agent tries to reconnect for minutes. The
+commits are in anonymous memory (memfd), which ranks of the same user open through /proc.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Tell:
-    """Send `message` on the connection of a rank of this host, or to the supervisor (`to` is None)."""
+    """An action: send `message` to a rank of this host (`to` is its connection) or to the supervisor (`to` is None)."""
 
     to: Hashable | None
     message: dict[str, Any] = field(hash=False)
@@ -72,19 +72,19 @@ class Tell:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a process: a rank, or a process that has launched ranks."""
+    """An action: kill the process `pid`, which is a rank or a launcher of ranks."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Connect:
-    """Close the connection to the supervisor, if it is open, and reconnect."""
+    """An action: close the connection to the supervisor and reconnect. No effect if a reconnection is in progress."""
 
 
 @dataclass(frozen=True)
 class End:
-    """End the agent. The actions that end the ranks of its host come before."""
+    """An action: end the agent. The actions that kill the ranks of the host come earlier in the same list."""
 
     why: str
 
@@ -108,7 +108,7 @@ class _Rank:
 
 @dataclass
 class _Write:
-    """A commit that a rank wants to write, writes, or has written (`nbytes` is not None)."""
+    """A request of a rank to write a commit. `nbytes` is None until the rank has written the commit."""
 
     connection: Hashable
     id: CommitId
@@ -119,10 +119,10 @@ class _Write:
 
 
 class AgentState:
-    """Decisions of one agent. Each method returns the actions to take, in order. Connections identify ranks.
+    """The decisions of one agent, without I/O. Each method returns the actions to take, in order.
 
-    `now` is the time, in seconds from any origin, as in all methods. `paths`: Those of the two memory files. `stay_s`:
-    How long the agent stays when it is cut off.
+    `now`: The time in seconds, from any origin, here and in all methods. `paths`: The paths of the two memory files.
+    `stay_s`: How many seconds the agent waits for a supervisor that does not answer, before the agent ends.
     """
 
     def __init__(self, now: float, paths: Sequence[str] = ("0", "1"), stay_s: float = STAY_S):
@@ -145,9 +145,9 @@ class AgentState:
 
     def hello(self, connection: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
               is_connected: bool = False) -> list[Action]:
-        """A rank of this host is in init(), has left init() (`is_connected`), or has lost the previous agent.
+        """Take the hello of a rank, which it sends in init(), after init() (`is_connected`), and to each new agent.
 
-        `launcher`: The pid of the process that launched the rank; 0 if unknown.
+        A rank of an old generation is killed. `launcher`: The pid of the process that launched the rank; 0 if unknown.
         """
         if self._is_ending or generation < self.generation or generation <= self._cut_off_generation:
             return [Kill(pid)]
@@ -165,22 +165,22 @@ class AgentState:
                  "nbytes": newest.nbytes}}
 
     def asked_to_write(self, connection: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
-        """A rank has a commit to write, or a copy of an earlier one, which the agent may already have (`is_copy`).
+        """Take a rank's request to write a commit. Ranks write one after the other.
 
-        The rank gets the memory file that does not have the newest commit.
+        `is_copy`: The commit is not new. The agent ignores it if the agent has this commit or a newer commit.
         """
         if connection in self.ranks and not self._is_ending:
             self._writes.append(_Write(connection, commit, is_copy))
         return self._serve(now)
 
     def written(self, connection: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
-        """A rank has written its commit into the file. `step`: The step of the training, as text for messages."""
+        """Note that a rank has written its commit to a memory file. `step`: The training step, as text for messages."""
         if self._writes and self._writes[0].connection == connection and self._writes[0].has_file:
             self._writes[0].nbytes, self._writes[0].step = nbytes, step
         return self._serve(now)
 
     def _serve(self, now: float) -> list[Action]:
-        """Keep a written commit, and let the next rank write. Only one rank at a time has the free file."""
+        """Keep the commit that has been written, if any, and let the next rank write. Ranks write one at a time."""
         actions: list[Action] = []
         while self._writes and now - self._heard <= COMMIT_LIMIT_S:
             write, newest = self._writes[0], self.newest
@@ -202,7 +202,7 @@ class AgentState:
         return actions
 
     def renamed(self, connection: Hashable, rank: int, size: int) -> list[Action]:
-        """A rank has a new number `rank`, of `size`, since the ranks renumbered themselves after a loss."""
+        """Note the new number of a rank. After a loss the remaining ranks are renumbered from 0 to `size` - 1."""
         known = self.ranks.get(connection)
         if known is None:
             return []
@@ -218,7 +218,7 @@ class AgentState:
         return [Tell(None, {"kind": "ended", "pid": rank.pid, "generation": rank.generation, "code": code, "why": why})]
 
     def closed(self, connection: Hashable) -> list[Action]:
-        """The connection of a rank is closed, since its process has ended."""
+        """Forget a rank whose process has ended. Tell the supervisor, unless the rank has announced its end."""
         rank = self.ranks.pop(connection, None)
         self._writes = [write for write in self._writes if write.connection != connection]
         if rank is None or rank.has_ended:
@@ -228,7 +228,7 @@ class AgentState:
     # -- the supervisor ------------------------------------------------------------------------------------------------
 
     def beat(self, generation: int, sent: float, now: float) -> list[Action]:
-        """The supervisor, which runs `generation`, has answered the heartbeat that was sent at `sent`."""
+        """Take the supervisor's answer to the heartbeat sent at time `sent`. `generation`: The generation that runs."""
         actions = self._newer(generation)
         if now - sent <= LOST_AFTER_S:
             self._heard = max(self._heard, sent)
@@ -241,11 +241,11 @@ class AgentState:
         return [] if self._is_ending else [Connect()]
 
     def connected(self) -> list[Action]:
-        """There is a new connection to the supervisor. The supervisor may not know the ranks of this host."""
+        """After a reconnection, tell the supervisor which ranks this host has, because it may not know them."""
         return [rank.hello() for rank in self.ranks.values()]
 
     def leave(self, generation: int, why: str) -> list[Action]:
-        """The supervisor wants the ranks of `generation` to end at their next commit."""
+        """Pass on the supervisor's order that the ranks of `generation` end at their next commit."""
         if generation < self.generation:
             return []
         actions = self._newer(generation)
@@ -259,7 +259,7 @@ class AgentState:
         return [*self._kill_ranks(), End(why)]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. To be called at least every `BEAT_S`."""
+        """Check how long the supervisor has been silent, and act on it. Must be called at least every `BEAT_S`."""
         if now - self._ticked > SILENT_S:  # This process was stopped, and the supervisor's answers may wait.
             self._cut_off_at = max(self._cut_off_at, now + BACK_S)
         self._ticked = now
@@ -278,7 +278,7 @@ class AgentState:
         return [*(Kill(rank.pid) for rank in self.ranks.values()), *map(Kill, launchers)]
 
     def _newer(self, generation: int) -> list[Action]:
-        """Note `generation` if it is newer, and end the ranks of earlier generations."""
+        """If `generation` is new, note it, and kill the ranks of older generations."""
         if generation <= self.generation:
             return []
         self.generation, self._leave = generation, None
@@ -293,12 +293,12 @@ _SEGMENTS = "/dev/shm/sm_segment.", "/dev/shm/mpich_shm_"
 
 
 def socket_name(job: ElasticJob) -> str:
-    """The abstract name under which the agent of a host listens. Each network namespace has separate names."""
+    """Return the name of the abstract Unix socket of a host's agent. Each network namespace has separate names."""
     return f"mpistrat-agent-{job.name}"
 
 
 class Agent:
-    """The process around an AgentState. `listener`: A listening socket, bound to `socket_name`."""
+    """The process around an AgentState: its sockets and threads. `listener`: A socket that listens at `socket_name`."""
 
     def __init__(self, job: ElasticJob, listener: socket.socket):
         self._events: SimpleQueue[tuple[Connection | None, Message | None]] = SimpleQueue()
@@ -339,7 +339,7 @@ class Agent:
                 self._act(action)
 
     def _greet(self, connection: Connection) -> None:
-        """Use `connection` as the connection to the supervisor, and send the messages that are still unsent."""
+        """Use `connection` as the connection to the supervisor, and send the messages that could not be sent before."""
         self._supervisor = connection
         connection.send(kind="agent", host=socket.gethostname(), pid=os.getpid())
         unsent, self._unsent = self._unsent, []
@@ -350,7 +350,7 @@ class Agent:
             (source, {"kind": "disconnected"}) if message is None else (None, message)))
 
     def _connect_again(self) -> None:
-        """Reconnect to the supervisor. Runs in a separate thread, since an address may not answer for seconds."""
+        """Reconnect to the supervisor. Runs in a separate thread, because one attempt may take seconds."""
         while not self._is_ending:
             try:
                 self._events.put((connect([self._address], self._job.key, _CONNECT_LIMIT_S), {"kind": "connected"}))
@@ -422,14 +422,14 @@ class Agent:
                     os.unlink(path)
 
     def _note_segments(self, pid: int) -> None:
-        """Note the files of shared memory that MPI has made, since MPI does not remove the files of killed ranks."""
+        """Note the files of MPI's shared memory. The agent deletes them when it ends, since killed ranks do not."""
         with contextlib.suppress(OSError):  # The process has just ended.
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}
 
 
 def main() -> int:
-    """Read the job from stdin and serve it. Returns at once if this host already has an agent."""
+    """Run the agent of the job that stdin describes. Return at once if this host already has an agent."""
     job = ElasticJob.from_text(sys.stdin.read())
     listener = socket.socket(socket.AF_UNIX)
     try:

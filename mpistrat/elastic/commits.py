@@ -1,8 +1,8 @@
-"""A commit as bytes: a header with a checksum, a value (`encode`), and the arrays that the value refers to.
+"""The format of a commit: a header with a checksum, an encoded value (`encode`), and the arrays of the value.
 
-The agents keep these bytes in memory, and the chief keeps the same bytes in files. Arrays are written without an
-intermediate copy, at multiples of 64 bytes. A value may have pickles of objects of the script, so a file is read only
-if no other user can have written it. Local; any thread may call the functions.
+The agents keep a commit in memory, and the chief (rank 0) writes it to a file, in the same format. Arrays are written
+without an intermediate copy, at multiples of 64 bytes. A value may contain pickles, and reading a pickle runs code. So
+a file is read only if no other user can have written it. All functions are local, and any thread may call them.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _SEQUENCES: dict[type, tuple[int, Callable[[list[Any]], object]]] = {
 
 
 def encode(value: object) -> tuple[bytes, list[memoryview]]:
-    """Return the bytes of a value, which refer to the arrays by index, and the memory of the arrays (not copied).
+    """Return the encoded value, which has an index in place of each array, and the memory of the arrays (not copied).
 
     Raises Exception: An object in the value cannot be pickled.
     """
@@ -79,9 +79,9 @@ def encode(value: object) -> tuple[bytes, list[memoryview]]:
 
 
 def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
-    """The inverse of `encode`. Arrays are views of the buffers. The bytes must be from a process of this user.
+    """Return the value that `encode` has encoded as `data` and `buffers`. Its arrays are views of `buffers`.
 
-    Raises Exception: The bytes are not a result of `encode`, or a class of the script cannot be imported.
+    `data` must be of this user, because a pickle in it runs code. Raises Exception: `data` is not a result of `encode`.
     """
     def unpack(part: bytes | memoryview) -> Any:
         return msgpack.unpackb(part, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")
@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 
 
 def _name_of(dtype: "np.dtype[Any]") -> str:
-    """The name from which `_dtype` makes a dtype of numbers or texts; "" for other dtypes (objects, structures)."""
+    """Return a name from which `_dtype` makes `dtype`; "" if there is none, as for structures and objects."""
     for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
         with contextlib.suppress(TypeError, AttributeError):
             if not dtype.hasobject and _dtype(name) == dtype:
@@ -140,7 +140,7 @@ class DamagedCommitError(Exception):
 
 
 class Packed:
-    """A value that is ready to be written. The arrays are not copied, and must not change before `write`."""
+    """A value, encoded as a commit. The arrays are not copied, so they must not change before `write` returns."""
 
     def __init__(self, value: object):
         encoded, buffers = encode(value)
@@ -168,7 +168,7 @@ class Packed:
 
 
 def read(memory: memoryview) -> Any:
-    """The value of the commit in `memory`. Its arrays are views of the memory. Raises DamagedCommitError."""
+    """Return the value of the commit in `memory`. Its arrays are views of `memory`. Raises DamagedCommitError."""
     if memory.nbytes < _HEADER_BYTES:
         raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes. Received: {memory.nbytes} bytes")
     magic, checksum = _START.unpack_from(memory)
@@ -185,10 +185,10 @@ def read(memory: memoryview) -> Any:
 
 
 def claim(directory: Path) -> tuple[int, str]:
-    """Lock a directory, so that only this job saves commits in it, and remove partial files of killed saves.
+    """Lock a directory for the commits of this job, and delete the partial files that killed jobs have left there.
 
-    Makes the directory if it does not exist. Returns the descriptor that holds the lock until it is closed, or until
-    the process ends; and why there is no lock, if the file system has no locks (some network file systems), else "".
+    Make the directory if it does not exist. Return (descriptor, ""). The lock ends when the descriptor is closed or the
+    process ends. If the file system has no locks (some network file systems), return the reason in place of "".
 
     Raises OSError: Another job holds the lock, the directory cannot be made, or other users can write to it.
     """
@@ -213,7 +213,7 @@ def claim(directory: Path) -> tuple[int, str]:
 def save(packed: Packed, path: str) -> None:
     """Write a commit to a file atomically: the file is never partial. Only this user can read the file.
 
-    Raises OSError: The file cannot be written, or others can write to its directory. An existing file stays intact.
+    Raises OSError: The file cannot be written, or others can write to its directory. An existing file is not changed.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     memory = bytearray(packed.nbytes)
@@ -232,9 +232,9 @@ def save(packed: Packed, path: str) -> None:
 
 
 def load(path: str) -> Any:
-    """The value of the commit in a file. Raises DamagedCommitError.
+    """Return the value of the commit in a file. Raises DamagedCommitError: The file is not a whole commit.
 
-    Raises OSError: The file cannot be read, or may have been written by another user.
+    Raises OSError: The file cannot be read, or another user may have written it.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

@@ -1,4 +1,4 @@
-"""The description of a job that the supervisor gives to ranks and agents, in one environment variable. Pure."""
+"""The description of an elastic job: ranks get it in an environment variable, and agents on stdin. No I/O."""
 
 import json
 from collections.abc import Mapping
@@ -41,6 +41,6 @@ class ElasticJob:
 
 
 def job_of(environ: Mapping[str, str]) -> ElasticJob | None:
-    """The job of a rank with this environment; None if the rank was started without --elastic."""
+    """Return the job that a rank's environment describes; None if the rank was started without --elastic."""
     text = environ.get(RUN_ELASTIC)
     return ElasticJob.from_text(text) if text else None

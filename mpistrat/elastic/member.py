@@ -1,6 +1,6 @@
-"""A rank of an elastic job: its connection to the agent of its host, its commits, and its end.
+"""The part of an elastic job that runs in each rank: the connection to the host's agent, and the commits of the rank.
 
-`membership` makes the Member, before MPI is initialised. A thread writes the commits while the training goes on.
+The module `membership` creates the Member before MPI is initialised. A thread writes commits during the training.
 """
 
 import atexit
@@ -50,12 +50,10 @@ class AgentLostError(ElasticError):
 
 
 class AgentConnection:
-    """Requests to the agent of this host. Thread-safe: replies arrive in the order of the requests.
+    """The connection of a rank to the agent of its host. Thread-safe.
 
-    `take` is called with each message that is not an answer, and `when_lost` when the agent has ended, both in a thread
-    of this object.
-
-    Raises ElasticError: There is no agent, and no agent can be started.
+    `take` is called with each message that is not an answer to `ask`. `when_lost` is called after the agent has ended.
+    Both calls are in a thread of this object. Raises ElasticError: There is no agent, and no agent can be started.
     """
 
     def __init__(self, job: ElasticJob, take: Callable[[Message], None], when_lost: Callable[[], None]):
@@ -76,7 +74,7 @@ class AgentConnection:
         connection.read(self._take_next)
 
     def connect_again(self) -> bool:
-        """Connect to another agent if the agent is lost. Returns whether it was. Raises ElasticError."""
+        """If the agent has ended, connect to a new agent. Return whether the agent had ended. Raises ElasticError."""
         if self._lost != self._number:
             return False
         self._connect()
@@ -93,13 +91,13 @@ class AgentConnection:
             self._replies.put((connection, message))
 
     def tell(self, **message: object) -> bool:
-        """Send a message that has no answer. Returns whether the agent is still connected."""
+        """Send a message that the agent does not answer. Return whether the connection is still open."""
         return self._connection.send(**message)
 
     def ask(self, **message: object) -> Message:
-        """Send a message and wait for the answer.
+        """Send a message, wait for the agent's answer, and return the answer.
 
-        Raises AgentLostError: The agent has ended. ElasticError: The agent has not answered in time.
+        Raises AgentLostError: The agent has ended. ElasticError: The agent has not answered within 20 s.
         """
         with self._asking:
             connection = self._connection
@@ -119,7 +117,7 @@ class AgentConnection:
             raise AgentLostError("the agent of this host has ended")
 
     def _watch(self) -> None:
-        """Continue a stopped agent. It was stopped alone: a batch system would have stopped this process too."""
+        """Every 0.5 s, check whether the agent is stopped (SIGSTOP). Continue it after 1.5 s, or kill it after 3 s."""
         looks = 0
         while True:
             time.sleep(_LOOK_S)
@@ -130,7 +128,7 @@ class AgentConnection:
 
 
 def connect_to_agent(job: ElasticJob) -> Connection:
-    """Connect to the agent of this host, or start one if there is none. Raises ElasticError: No agent starts."""
+    """Connect to the agent of this host, and start it if necessary. Raises ElasticError: The agent cannot start."""
     until = time.monotonic() + _AGENT_LIMIT_S
     with contextlib.suppress(OSError):  # This rank is the first to need an agent.
         return connect([socket_name(job)], job.key, _AGENT_LIMIT_S)
@@ -153,7 +151,7 @@ def connect_to_agent(job: ElasticJob) -> Connection:
 
 
 def agent_process(job: ElasticJob) -> procfs.Process | None:
-    """The agent of this host, which may be stopped; None if it is missing, in another container, or another user's."""
+    """Return the process of this host's agent, running or stopped; None if this user has no agent in this container."""
     with socket.socket(socket.AF_UNIX) as asking:
         asking.setblocking(False)  # A blocking connect would wait if the listener's backlog is full.
         try:
@@ -173,7 +171,7 @@ def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
 
 
 def _start_agent(job: ElasticJob, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start an agent that outlives this process and its launcher. Its environment has no variables of the launcher."""
+    """Start an agent that outlives this process and its launcher. `errors`: The file for the agent's stderr."""
     kept = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "LANG")
     environ = {name: os.environ[name] for name in kept if name in os.environ}
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -243,13 +241,13 @@ class Member:
         self._pending.put(self._join_again)
 
     def connected(self) -> None:
-        """Tell the agent that this rank has left init(). Local."""
+        """Tell the agent that this rank has left init(), and so is connected to the other ranks. Local."""
         self._is_connected = True
         with contextlib.suppress(AgentLostError):  # `_join_again` tells the next agent.
             self._hello()
 
     def _join_again(self) -> None:
-        """Connect to a new agent, which this or another rank starts, and hand over the commit that this rank holds."""
+        """After the agent has ended, connect to a new agent (start it if necessary), and give it the last commit."""
         if self._has_said_end:
             return
         try:
@@ -270,25 +268,25 @@ class Member:
 
     @property
     def newest(self) -> CommitId | None:
-        """The id of the newest commit of this host's agent, at the start of this rank or after its own commits."""
+        """The id of the newest commit in this host's agent, as of the agent's last answer to this rank, or None."""
         found = self._welcome["newest"]
         return None if found is None else CommitId(found["generation"], found["number"])
 
     def read(self) -> Any:
-        """The value of the commit `newest`; arrays are views of shared memory. Local. Raises DamagedCommitError."""
+        """Return the value of the commit `newest`, with arrays in shared memory. Local. Raises DamagedCommitError."""
         found = self._welcome["newest"]
         with open(found["path"], "rb") as file:
             return commits.read(memoryview(mmap.mmap(file.fileno(), found["nbytes"], prot=mmap.PROT_READ)))
 
     def is_saved(self, number: int, is_last: bool) -> bool:
-        """Whether the chief also saves commit `number` in the job's checkpoint directory."""
+        """Return whether the chief also saves commit `number` in a file. `is_last`: Whether the ranks end after it."""
         return bool(self.job.checkpoint) and (is_last or number % self.job.checkpoint_every == 0)
 
     def commit(self, number: int, snapshot: Callable[[], Any], step: str, is_writer: bool, is_saved: bool) -> None:
-        """Hand over commit `number`, the same on all ranks. Waits for the previous commit, not for this one. Local.
+        """Wait until the previous commit is written, and let a thread write commit `number`. Local.
 
-        `snapshot`, `step`: See Commit. `is_writer`: Whether this rank writes the commit for its host. `is_saved`:
-        Whether this rank also saves it in the job's checkpoint directory.
+        `number`: The same on all ranks. `snapshot`, `step`: See Commit. `is_writer`: Whether this rank gives the commit
+        to the agent of its host. `is_saved`: Whether this rank also saves the commit in the job's checkpoint directory.
 
         Raises ElasticError: The previous commit could not be written.
         """
@@ -302,9 +300,9 @@ class Member:
             self._held = commit
 
     def hold(self, commit: CommitId, snapshot: Callable[[], Any], step: str, is_writer: bool) -> None:
-        """Hold a commit that this rank has restored, and that at least one agent of this job has, for other agents.
+        """Keep a commit of this job that this rank has restored. This rank gives it to each new agent of its host.
 
-        Local; returns at once. `snapshot`, `step`, `is_writer`: See `commit`.
+        Local; returns at once. `is_writer`: Whether the present agent gets it too. `snapshot`, `step`: See Commit.
         """
         self._held = held = Commit(commit, snapshot, step)
         if is_writer:
@@ -347,12 +345,12 @@ class Member:
 
     @property
     def newest_of_job(self) -> CommitId | None:
-        """The newest commit of the job at the start of this generation, which may be lost; None: no commit."""
+        """The newest commit of the job when this generation started, even if it is lost by now; None: no commit."""
         newest = CommitId(*self.job.newest)
         return newest if newest.number else None
 
     def _hand_over(self, commit: Commit, packed: Packed | None = None, is_copy: bool = False) -> None:
-        """Make the agent keep a commit. `is_copy`: The commit is old; the agent ignores it if it has a newer one."""
+        """Give a commit to the agent, and wait until the agent keeps it. `is_copy`: See AgentState.asked_to_write."""
         while True:
             try:
                 answer = self._agent.ask(kind="commit", commit=[commit.id.generation, commit.id.number],
@@ -387,14 +385,14 @@ class Member:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def rename(self, rank: int, size: int) -> None:
-        """Tell the agent the new rank and size after the remaining ranks have renumbered themselves. Local."""
+        """Tell the agent the new number of this rank and the new number of ranks, after a loss. Local."""
         self._rank, self._size = rank, size
         self._agent.tell(kind="renamed", rank=rank, size=size)
 
     def _watch_for_preemption(self) -> None:
-        """Make SIGUSR1 (Slurm's --signal) take this host out of the job at the next commit.
+        """Install a handler for SIGUSR1 (Slurm's --signal). On that signal the host leaves the job at the next commit.
 
-        SIGTERM still ends the process, since mpirun sends SIGTERM to the ranks of a job that it ends.
+        SIGTERM gets no handler and still ends the process, because mpirun ends ranks by SIGTERM.
         """
         def preempted(number: int, frame: FrameType | None) -> None:
             self._pending.put(lambda: bool(self._agent.tell(kind="preempted", generation=self.job.generation,
@@ -418,16 +416,16 @@ class Member:
         self._has_said_end = True
 
     def leave(self, why: str) -> NoReturn:
-        """End this process by SystemExit, so that the supervisor starts the next generation. All ranks must call it.
+        """End this process by SystemExit. The supervisor then starts the next generation. All ranks must call this.
 
-        mpirun gets exit code 0, so it does not end the other ranks before they have told their agents that they leave.
+        The exit code is 0: after another code mpirun would kill the other ranks before they tell their agents `why`.
         """
         logger.info("this rank leaves: %s", why)
         self._leaves = why
         sys.exit(0)
 
     def leave_now(self, why: str) -> NoReturn:
-        """End this process at once, since it cannot go on, but the next generation can. Local."""
+        """End this process at once. Local. The training continues in the next generation, without this process."""
         self._has_said_end = True
         self._agent.tell(kind="ended", code=LEAVE_CODE, why=why)
         end_now(why, LEAVE_CODE)

@@ -1,6 +1,6 @@
-"""The Member of this rank, if the rank belongs to an elastic job. init() makes it, and states and callbacks use it.
+"""The Member of this rank: its place in an elastic job. init() creates it, and elastic states and callbacks use it.
 
-The module of the Member and its dependencies are imported only in elastic jobs.
+The module `member` and its dependencies are imported only in elastic jobs.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _member: "Member | None" = None
 
 
 def current() -> "Member | None":
-    """The Member of this rank; None in a job without --elastic, and before init()."""
+    """Return the Member of this rank; None in a job without --elastic, and before init()."""
     return _member
 
 
 def join(environ: Mapping[str, str]) -> None:
-    """Connect to the agent of this host, and start an agent if there is none. Local. Further calls change nothing.
+    """In an elastic job, connect to the agent of this host, and start it if necessary. Local. Later calls do nothing.
 
     Raises ElasticError: There is no agent, and no agent can be started.
     """

@@ -1,8 +1,8 @@
-"""The supervisor's thread, which serves the agents, looks for hosts, and drives the Plan.
+"""The threads of the supervisor: they talk to the agents, look for hosts, and carry out what supervisor_plan decides.
 
-The main thread of `mpistrat run --elastic` runs one mpirun after the other, by the orders of this thread
-(`next_order`). All hosts of the job connect to one TCP port of this host, over which the agents send their messages.
-Agents over ssh would need a second authentication, and the port of ssh, which batch systems close as often.
+The main thread of `mpistrat run --elastic` runs one mpirun after the other, as these threads order (`next_order`). The
+agents of all hosts connect to one TCP port of this host. (Connections through ssh would need a second authentication,
+and batch systems close the port of ssh as often as other ports.)
 """
 
 import contextlib
@@ -34,15 +34,15 @@ _PORTS, _ANSWERS, _ANSWER_LIMIT_S = (9, 22), (0, errno.ECONNREFUSED), 1.0
 
 
 class Service:
-    """Drives the Plan in a separate thread.
+    """The supervisor's threads: they talk to the agents, look for hosts, and carry out what the Plan decides.
 
     Args:
         hosts: The hosts at the start, each with its number of ranks.
-        find_hosts: Returns the hosts likewise, or None if they cannot be found now.
-        addresses: Names and addresses of this host, for the agents.
+        find_hosts: Returns the hosts that exist now, in the form of `hosts`; None if it cannot find out.
+        addresses: Names and addresses at which agents can reach this host.
         say: Prints a sentence.
-        stop: Ends a generation's mpirun. Called with its number, the reason, and whether all ranks have ended with 0.
-        reached: Returns which of the given hosts answer. Called with hosts without an address, such as ssh aliases.
+        stop: Ends a generation's mpirun. Arguments: generation, reason, and whether all ranks have ended with code 0.
+        reached: Returns those of the given hosts that answer. Called for names without an address, such as ssh aliases.
         checkpoint, checkpoint_every: See ElasticJob.
     """
 
@@ -80,7 +80,7 @@ class Service:
     # -- for the main thread -------------------------------------------------------------------------------------------
 
     def next_order(self, timeout_s: float) -> Start | Done | None:
-        """Wait for the next order: start a generation, or end. Returns None without an order within `timeout_s`."""
+        """Wait for the next order: Start a generation, or Done. Return None if there is no order within `timeout_s`."""
         with contextlib.suppress(Empty):
             return self._orders.get(timeout=timeout_s)
         return None
@@ -91,14 +91,14 @@ class Service:
                           newest=(newest.generation, newest.number), stay_s=self._stay_s)
 
     def started(self, generation: int, processes: Mapping[int, tuple[str, int]], ended: Iterable[int]) -> None:
-        """Take the ranks' reports on their start, which arrive in the output of mpirun.
+        """Note which ranks have started, as they report in the output of mpirun.
 
-        `processes`: The hostname and the pid of each rank that has started. `ended`: Those that end without init().
+        `processes`: Hostname and pid of each rank that has started. `ended`: The ranks that have ended without init().
         """
         self._put(kind="started", generation=generation, processes=dict(processes), ended=list(ended))
 
     def generation_over(self, generation: int, code: int, has_started: bool) -> None:
-        """The mpirun of the generation has ended; see Plan.generation_over."""
+        """Note that the mpirun of the generation has ended. The arguments are those of Plan.generation_over."""
         self._put(kind="over", generation=generation, code=code, has_started=has_started)
 
     def signalled(self, name: str, code: int, is_urgent: bool) -> None:
@@ -116,7 +116,7 @@ class Service:
     # -- the threads ---------------------------------------------------------------------------------------------------
 
     def _look_for_hosts(self) -> None:
-        """Look for hosts, and probe those of the Plan. A thread: the discovery script and the hosts may be slow."""
+        """Search for hosts, and probe the hosts that the Plan names. Has its own thread, because both may be slow."""
         known: dict[str, set[str]] = {}
         while True:
             found, asked = self._find_hosts(), self._asked
@@ -229,7 +229,7 @@ class Service:
 
     def _without(self, connection: Connection, lost: Callable[[str, str, float], list[Action]], why: str, now: float
                  ) -> list[Action]:
-        """Forget a lost connection of an agent. Calls `lost` if the host has no other connection."""
+        """Forget the broken connection of an agent. Call `lost` if there is no other connection to the agent's host."""
         host = self._agents.pop(connection, None)
         self._names.pop(connection, None)
         connection.close()
@@ -261,7 +261,7 @@ class Service:
                 left.discard(source)
 
     def _listed(self, host: str, peer: str) -> str:
-        """The name of an agent's host in the list of hosts."""
+        """Return the name that the list of hosts uses for the host of an agent. `peer`: The address of the agent."""
         names, short = list(self._hosts), host.partition(".")[0]
         for name, addresses in self._hosts.items():
             if name.rpartition("@")[2].partition(".")[0] == short or peer in addresses:
@@ -278,7 +278,7 @@ def _addresses_of(name: str) -> set[str]:
 
 
 def _answering(addresses: Iterable[str]) -> set[str]:
-    """Return the addresses at which a running host can be reached. Returns within `_ANSWER_LIMIT_S`."""
+    """Return the addresses at which a host accepts or refuses a TCP connection within `_ANSWER_LIMIT_S` seconds."""
     found: set[str] = set()
     with contextlib.ExitStack() as open_ones, selectors.DefaultSelector() as waiting:
         for address in addresses:
@@ -303,7 +303,7 @@ def _answering(addresses: Iterable[str]) -> set[str]:
 
 
 def addresses_towards(hosts: Iterable[str]) -> list[str]:
-    """Names and addresses by which other hosts may reach this host; ["127.0.0.1"] if there are no other hosts."""
+    """Return names and addresses at which `hosts` can reach this host; ["127.0.0.1"] if `hosts` has only this host."""
     found: list[str] = []
     for address in (address for host in hosts for address in _addresses_of(host.rpartition("@")[2])):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,8 +1,8 @@
-"""The decisions of an elastic job's supervisor: when a generation starts, leaves and ends. Pure: no I/O, no clock.
+"""The decisions of an elastic job's supervisor: when a generation starts, ends at a commit, or is stopped. No I/O.
 
-A *generation* is one mpirun with its ranks. It is over when its mpirun has ended. The job is done when all ranks of a
-generation report an end with code 0. The exit code of mpirun is not used, since it is also 0 after ranks were killed.
-Otherwise the next generation starts, on the available hosts, with back-off and limits.
+A *generation* is one mpirun with its ranks. It is over when its mpirun has ended. If all its ranks have reported that
+they end with code 0, the job is done. If not, the next generation starts on the available hosts, with back-off and
+limits. mpirun's own exit code does not decide this, because it is 0 also after ranks were killed.
 """
 
 import math
@@ -36,7 +36,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Leave:
-    """Tell the ranks of `generation` to end at their next commit."""
+    """An action: tell the ranks of `generation` to end at their next commit."""
 
     generation: int
     why: str
@@ -44,7 +44,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the mpirun of `generation` now. `is_done`: Whether all ranks have already ended with code 0."""
+    """An action: end the mpirun of `generation` now. `is_done`: Whether all ranks have already ended with code 0."""
 
     generation: int
     why: str
@@ -74,8 +74,9 @@ ANSWER_S = 5.0  # How long an answer of a host counts.
 class Hosts:
     """The hosts of a job, by name. `cooldown_s`: See Limits. `own`: Names of the supervisor's host.
 
-    A host is *reached* if its agent is connected, or if it is the supervisor's own host. It is *there* if it is reached
-    or has just answered a probe. On lost hosts, and on new hosts of a running job, ranks start only if they are there.
+    A host is *reached* if its agent is connected, or if it is the supervisor's own host. A host is *there* if it is
+    reached or has answered a probe in the last 5 s. On a lost host, or a new host of a running job, ranks start only if
+    the host is there.
     """
 
     def __init__(self, cooldown_s: tuple[float, float], own: Collection[str] = ()):
@@ -98,10 +99,10 @@ class Hosts:
         return self._cooled.get(host, (now, 0))[0] <= now
 
     def usable(self, least: int, now: float) -> dict[str, int]:
-        """The number of ranks for each host on which ranks may start.
+        """Return the hosts on which ranks may start, each with its number of ranks.
 
-        If these hosts have fewer than `least` slots together, the result also has two kinds of excluded hosts: those
-        that answer probes, and silent hosts whose cooldown is over (a firewall may drop the probes).
+        If they have fewer than `least` slots together, the result also has excluded hosts that are reached or have
+        begun to answer probes, and silent hosts whose cooldown is over, because a firewall may drop the probes.
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}
@@ -110,16 +111,16 @@ class Hosts:
             or (self.is_there(host, now) and host not in self._vain)}
 
     def room(self, running: Collection[str], now: float) -> dict[str, int]:
-        """The number of ranks for each host with room: the `running` hosts, and hosts that are there."""
+        """Return the `running` hosts and all hosts that are there and not excluded, each with its number of ranks."""
         return {host: slots for host, slots in self.slots.items()
                 if host in running or (self._is_rested(host, now) and self.is_there(host, now))}
 
     def unreached(self, now: float, is_needed: bool) -> set[str]:
-        """The hosts to probe: those that are not reached. `is_needed`: Whether to include left-out hosts."""
+        """Return the hosts to probe: those that are not reached. `is_needed`: Whether to probe excluded hosts too."""
         return {host for host in self.slots if (is_needed or self._is_rested(host, now)) and not self.is_reached(host)}
 
     def cool(self, host: str, now: float) -> float:
-        """Leave a host out for a while. Returns the time in seconds."""
+        """Exclude a host until its cooldown is over. Return the cooldown in seconds."""
         (self._vain.add if self.is_there(host, now) else self._vain.discard)(host)
         first_s, longest_s = self._cooldown_s
         times = self._cooled.get(host, (0.0, 0))[1]
@@ -138,7 +139,7 @@ class Hosts:
         self._gone[host] = min(since, self._gone.get(host, (since, ""))[0]), why
 
     def lost(self, patience_s: float, now: float) -> dict[str, str]:
-        """The hosts without an agent for `patience_s`, each with the reason. Each host is returned once."""
+        """Return the hosts whose agents have been gone for `patience_s`, with the reasons. Return each loss once."""
         found = {host: why for host, (since, why) in self._gone.items() if now - since >= patience_s}
         for host in found:
             del self._gone[host]
@@ -189,7 +190,7 @@ class Generation:
 
     @property
     def has_left(self) -> bool:
-        """Whether the generation was told to end at a commit, and all ranks have ended in this way."""
+        """Whether the generation was told to end at a commit, and each rank has ended there, or with code 0."""
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
     @property
@@ -197,13 +198,13 @@ class Generation:
         return [process for process in self.processes.values() if process.state == "runs"]
 
     def lose(self, processes: Iterable[Process], now: float) -> None:
-        """These processes have ended without a report of their end."""
+        """Note that processes have died: they have ended without a report of their end."""
         for process in processes:
             process.state = "died"
             self.lost_at = min(self.lost_at, now)
 
     def rename(self, process: Process, rank: int, size: int) -> bool:
-        """A rank goes on with a new number after a loss. Returns whether it is the first such rank."""
+        """Note the new number of a rank after a loss. Return True for the first rank that reports the new `size`."""
         process.rank, process.is_renamed = rank, True
         is_first, self.size = self.size != size, size
         alive = self.running
@@ -234,10 +235,10 @@ PREEMPTED_CODE = 75
 
 
 class Plan:
-    """The decisions of the supervisor. Each method returns the actions to take, in order.
+    """The decisions of the supervisor. The methods return the actions to take, in order.
 
-    `now` is the time, in seconds from any origin, as in all methods. `saves`: Whether commits are saved in files, so
-    that a later job can go on from a commit. `own`: See Hosts.
+    `now`: The time in seconds, from any origin, here and in all methods. `saves`: Whether the chief saves commits in
+    files, with which a later job can continue. `own`: See Hosts.
     """
 
     def __init__(self, limits: Limits, now: float, saves: bool = False, own: Collection[str] = ()):
@@ -259,7 +260,7 @@ class Plan:
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
     def hosts_found(self, hosts: dict[str, int], now: float) -> list[Action]:
-        """Discovery has found `hosts`, each with its number of ranks."""
+        """Take the hosts that discovery has found, each with its number of ranks."""
         self._hosts.slots = {host: slots for host, slots in hosts.items() if slots > 0}
         if not self.generation:
             self._hosts.trusted.update(self._hosts.slots)
@@ -271,7 +272,7 @@ class Plan:
         return self._grow(now)
 
     def _grow(self, now: float) -> list[Action]:
-        """Let the running generation leave for a generation with more ranks, if there is room for more ranks."""
+        """If a new generation could have more ranks, let the running generation end at its next commit."""
         running = self._running
         if running is None or running.leaves or running.is_stopped or running.has_loss:
             return []
@@ -291,23 +292,23 @@ class Plan:
 
     @property
     def heard(self) -> set[int]:
-        """The ranks of the running generation that have said hello, by their numbers at its start."""
+        """The ranks of the running generation that have called init(), by the numbers that they had at the start."""
         return set() if self._running is None else self._running.heard
 
     @property
     def leaving(self) -> Leave | None:
-        """The order to leave that the running generation was given, for a new agent; None: it was given none."""
+        """The Leave action of the running generation, to send to agents that connect later; None: there is none."""
         running = self._running
         return Leave(running.number, running.leaves) if running is not None and running.leaves else None
 
     def asked(self, now: float) -> set[str]:
-        """The hosts to probe: hosts whose answers would change the decisions."""
+        """Return the hosts to probe. Hosts whose answer would change no decision are not among them."""
         running = self._running
         hosts = self._hosts.unreached(now, is_needed=running is None)
         return hosts if running is None or running.ranks < self._limits.max_np else hosts & running.hosts.keys()
 
     def answered(self, hosts: Collection[str], now: float) -> list[Action]:
-        """Some of the `asked` hosts have answered, so these hosts and the network to them are up."""
+        """Take the hosts that have answered a probe (see `asked`). These hosts, and the network to them, are up."""
         self._hosts.answered.update(dict.fromkeys(hosts, now))
         return self._grow(now)
 
@@ -315,12 +316,12 @@ class Plan:
         self._hosts.agent_found(host)
 
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """The connection to the agent of a host is closed. While a generation runs, an agent may connect again."""
+        """Note that an agent's connection is closed. A running generation waits, because an agent may connect again."""
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
     def host_lost(self, host: str, why: str, now: float) -> list[Action]:
-        """The agent of a host has been silent for too long."""
+        """Give up a host whose agent has been silent for too long."""
         self._hosts.agent_gone(host, why, -math.inf)
         return self._lose_hosts(RETURN_LIMIT_S, now)
 
@@ -351,7 +352,7 @@ class Plan:
     # -- what ranks say, through their agents -------------------------------------------------------------------------
 
     def _process(self, host: str, pid: int, generation: int, ends: bool = False) -> tuple[Generation, Process] | None:
-        """The process `pid` of the running generation; None if it has ended, or is of another generation."""
+        """Return the running generation and its process `pid`; None if it has ended, or `generation` does not run."""
         if ends and pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
@@ -364,12 +365,12 @@ class Plan:
         return self._running if self._running is not None and self._running.number == number else None
 
     def missing(self, generation: int, rank: int, now: float) -> None:
-        """The process that mpirun started for this rank has ended. No effect if the rank has already said hello."""
+        """Note that the process which mpirun started for `rank` has ended. No effect if `rank` has called init()."""
         if (running := self._generation(generation)) is not None and rank not in running.heard:
             running.missing.setdefault(rank, now)
 
     def hello(self, host: str, rank: int, pid: int, generation: int, is_connected: bool = False) -> None:
-        """A rank is in init(), has left init() (`is_connected`), or has a new agent."""
+        """Note a rank that is in init(), has left init() (`is_connected`), or has connected to a new agent."""
         if (running := self._generation(generation)) is not None:
             if (host, pid) not in running.processes:
                 running.heard.add(rank)
@@ -377,14 +378,14 @@ class Plan:
             running.processes.setdefault((host, pid), Process(rank, host)).is_connected |= is_connected
 
     def committed(self, commit: CommitId, step: str) -> None:
-        """An agent has kept a commit."""
+        """Note that an agent has kept a commit. `step`: The step of the training, as text for messages."""
         if (running := self._generation(commit.generation)) is not None:
             running.has_committed = True
         if commit >= self.newest:
             self.newest, self._step = commit, step
 
     def died(self, host: str, pid: int, generation: int, now: float) -> list[Action]:
-        """The process of a rank has ended without a report of its end."""
+        """Note that the process of a rank has ended without a report of its end."""
         if (found := self._process(host, pid, generation, ends=True)) is None:
             return []
         running, process = found
@@ -404,7 +405,7 @@ class Plan:
         return [Say(f"rank {process.rank} on {host} ends with exit code {code}" + (f" ({why})" if why else ""))]
 
     def renamed(self, host: str, pid: int, generation: int, rank: int, size: int, now: float) -> list[Action]:
-        """A rank goes on with a new number `rank`, of `size`, after a loss."""
+        """Note that a process continues after a loss as rank `rank` of `size` ranks."""
         if (found := self._process(host, pid, generation)) is None:
             return []
         running, process = found
@@ -414,7 +415,7 @@ class Plan:
         return [*said, *(self._grow(now) if self._limits.restart_failed else [])]
 
     def preempted(self, host: str, generation: int, why: str, now: float) -> list[Action]:
-        """A rank of the host has received the signal by which a batch system announces the host's preemption."""
+        """Exclude a host that will be preempted, and end `generation` at its next commit. `why`: The signal."""
         if (running := self._generation(generation)) is None:
             return []
         self._hosts.cool(host, now)
@@ -423,7 +424,7 @@ class Plan:
     # -- the generation, the user, and the time ------------------------------------------------------------------------
 
     def signalled(self, name: str, code: int, is_urgent: bool, now: float) -> list[Action]:
-        """The supervisor has received a signal. The job ends at once, with exit code `code`, or at the next commit."""
+        """End the job after a signal to the supervisor: at once with `code` if `is_urgent`, else at the next commit."""
         if self._is_done:
             return []
         if is_urgent:
@@ -436,9 +437,9 @@ class Plan:
 
     def generation_over(self, generation: int, code: int, now: float, has_started: bool = True,
                         silent: Collection[str] = ()) -> list[Action]:
-        """The mpirun of the generation has ended with exit code `code`, which is that of the job if the job has failed.
+        """Decide what follows after the mpirun of a generation has ended with exit code `code`.
 
-        `has_started`: Whether processes have started on all hosts. If not, the hosts that were not reached are left out
+        `has_started`: Whether processes have started on all hosts. If not, the hosts that were not reached are excluded
         for a while, and the generation counts neither as a failure nor as a loss. `silent`: The hosts whose agents have
         been silent for longer than usual, but are not given up yet.
         """
@@ -457,7 +458,7 @@ class Plan:
         return [*self._lose_hosts(0.0, now), *cooled, *self._after(running, code, bool(cooled), now)]
 
     def _cool_unreached(self, running: Generation, now: float) -> list[Action]:
-        """Leave out hosts where no rank has started: those without an answer, or all of them if all answer."""
+        """Exclude the hosts where no rank has started. If some of them do not answer probes, exclude only these."""
         heard = {process.host for process in running.processes.values()}
         unreached = [host for host in running.hosts if host not in heard and not self._hosts.is_reached(host)]
         silent = [host for host in unreached if not self._hosts.is_there(host, now)]
@@ -504,11 +505,11 @@ class Plan:
 
     @property
     def _last(self) -> str:
-        """The end of a sentence, with the commit from which the job could go on; "" without a commit."""
+        """The end of a message: "; the last is " and the newest commit; "" if there is no commit."""
         return f"; the last is {self._named}" if self.newest.number else ""
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed. To be called at least once per second."""
+        """Check all time limits, and start the next generation when it is due. To be called at least every second."""
         if self._is_done:
             return []
         running = self._running
@@ -562,5 +563,5 @@ class Plan:
 
 
 def _failure(code: int) -> int:
-    """The exit code of a job that has finally failed, from the exit code of mpirun."""
+    """Return the exit code of a job that has failed for good: mpirun's exit code `code`, or 1 in place of 0 and 75."""
     return 1 if code in (0, PREEMPTED_CODE) else code

@@ -1,1 +1,1 @@
-"""The background thread that negotiates and executes collectives."""
+"""The engine, which negotiates and executes collectives in one thread at a time."""

@@ -1,4 +1,4 @@
-"""Controller: one cycle of an engine. Take submissions and messages, agree with the other ranks, execute.
+"""Controller: runs the cycles of an engine. A cycle takes submissions and messages, agrees with other ranks, executes.
 
 In a cycle, a rank passes its callers' submissions and the messages of other ranks to the coordinator, sends the
 messages that the coordinator returns, and executes the decisions of rank 0 in order. In the shorter fast path, all
@@ -54,11 +54,11 @@ _LAST_MESSAGE_AFTER_STALL_S = 0.2
 
 
 class BrokenOffError(EngineError):
-    """Ends the engines of all ranks because of a graph of one rank. The ranks raise EngineError with the same text.
+    """Ends the engines of all ranks, because a graph on one rank cannot continue. All ranks raise an EngineError.
 
     The collectives that the graph has submitted cannot be taken back: other ranks may wait for them, and would execute
-    them together with the collectives of this rank's next step. `cause`: A sentence that says what has happened, and on
-    which rank.
+    them together with the collectives of this rank's next step. `cause`: A sentence for the text of the EngineError,
+    which says what has happened, and on which rank.
     """
 
     def __init__(self, cause: str):
@@ -67,7 +67,7 @@ class BrokenOffError(EngineError):
 
 
 class LifeCycle:
-    """Ends the engine of one rank."""
+    """Ends the engine of one rank, for any reason."""
 
     def __init__(self, controller: "Controller", interruption: Interruption):
         # Not the controller, which refers to this object: a cycle would keep an engine's memory after a recovery.
@@ -83,9 +83,9 @@ class LifeCycle:
         self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
     def end_if_abandoned(self) -> bool:
-        """End the engine if it is abandoned, or ranks are lost. Returns whether this call has ended the engine.
+        """End the engine if `abandoned` is set, or ranks are lost. Returns whether this call has ended the engine.
 
-        Raises `broken_off`, if it is set and no ranks are lost.
+        Raises BrokenOffError: `broken_off` is set, and no ranks are lost.
         """
         if self.ended.is_set():
             return False
@@ -98,14 +98,14 @@ class LifeCycle:
         return error is not None
 
     def end_by(self, decision: Decision) -> None:
-        """End the engine for the reason that rank 0 has decided, `decision.end`, which is not None."""
+        """End the engine by a decision of rank 0. The reason is `decision.end`, which is not None."""
         assert decision.end is not None
         self._end(_ERRORS[decision.end](decision.end_text), is_shutdown=decision.end is EndReason.SHUTDOWN)
 
     def fail(self, error: BaseException) -> None:
-        """End the engine because of an error of any kind. The other ranks receive the error, and do not wait.
+        """End the engine because of `error`. Send the error to the other ranks, so that they do not wait for this rank.
 
-        If ranks are lost, the error is a consequence, and is not sent. Other ranks notice the loss by themselves.
+        If ranks are lost, that loss is the cause of the error. Nothing is sent then: other ranks notice the loss too.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
             self._interruption.await_error()
@@ -124,7 +124,7 @@ class LifeCycle:
         self._end(error, is_shutdown=False)
 
     def _cause_elsewhere(self) -> str:
-        """Return the failure text of the rank that has left a collective; "" if none arrives within _LAST_MESSAGE_S."""
+        """Wait for the failure text of the rank that has left a collective, and return it; "" after _LAST_MESSAGE_S."""
         for _ in range(_LAST_MESSAGE_LOOKS):
             for source, message in self._control.poll():
                 if message.startswith(OBSERVER):
@@ -180,7 +180,7 @@ _ABRUPT = (EndReason.FAILURE, EndReason.STALL)  # After these reasons some rank 
 
 @dataclass(slots=True)
 class _Learned:
-    """A decision of rank 0 that has not been executed."""
+    """A decision of rank 0 that this rank has received, and not executed yet."""
 
     decision: Decision
     requests: Sequence[Request]
@@ -192,14 +192,14 @@ class Controller:
     """Runs the cycles of one rank.
 
     Args:
-        control: Sends and receives messages among the ranks, and those of the observer of `executor`.
+        control: Carries the messages of the negotiation, and the messages of the observer of `executor`.
         executor: Executes the operations that the ranks agree on.
         settings: The settings, the same on all ranks.
-        agreement: The votes of the ranks; None: there are no votes.
+        agreement: Carries the votes of the fast path; None: the fast path is off.
         clock: Returns seconds, from any origin.
         interruption: Ends the cycles if ranks are lost; None: losses are not noticed.
-        where: Returns the stacks of this process, for reports on ranks that others wait for.
-        look: See StallWatch. It may take seconds, in which no agreement with the rank that does not answer is possible.
+        where: Returns the position of this rank in the script, for reports that other ranks wait for it.
+        look: Returns the position of a rank that does not answer. A call may take seconds. See StallWatch.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -229,9 +229,9 @@ class Controller:
                      list(self._coordinator.children), "off" if agreement is None else "on")
 
     def abort_stalls_after(self, seconds: float, setting: str) -> None:
-        """Set the stall limit, in place of the setting: end if ranks wait for others for `seconds`, which is not 0.
+        """Replace the stall limit of the settings: the engines end if ranks wait for others for `seconds` (not 0).
 
-        All ranks pass the same arguments. `setting` is the user's name of the limit, for the error.
+        All ranks pass the same arguments. `setting`: The name by which the user knows the limit, for the error.
         """
         stalls = self._coordinator.stalls
         stalls.abort_setting, stalls.abort_s, self._fast_path.abort_s = setting, seconds, seconds
@@ -246,7 +246,7 @@ class Controller:
 
     @property
     def needs_driver(self) -> bool:
-        """Whether cycles must continue. Otherwise it is enough to look at the messages from time to time."""
+        """Whether a thread must run cycles now. If not, it is enough to check for messages from time to time."""
         return self.has_work or self.life.is_end_announced or bool(self._outgoing)
 
     @property
@@ -256,9 +256,9 @@ class Controller:
         return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
     def propose(self, entry: Entry) -> None:
-        """Vote for an operation that a caller waits for, and wait a moment for the other votes. Needs `may_propose`.
+        """Vote for an operation that a caller waits for, and wait a moment for the votes of the other ranks.
 
-        The driver has taken the entry when it was put in the queue.
+        `may_propose` must be true, and TensorQueue.put must have returned True for `entry`.
         """
         now = self._busy_at = self.clock()
         self.queue.outstanding += 1  # Not counted in `put`: Ctrl-C may come between `put` and this call.
@@ -277,7 +277,7 @@ class Controller:
     def wait(self, longest_s: float, is_awaited: bool) -> None:
         """Wait until the next cycle may have something to do, for `longest_s` at most.
 
-        If a caller waits (`is_awaited`), this thread first stays awake for a moment.
+        `is_awaited`: A caller waits for a result. This thread then polls for a moment before it sleeps.
         """
         now, device = self.clock(), self.executor.device
         timeout_s = GPU_LOOK_S if device.batches else min(self._coordinator.next_check_s(),
@@ -288,7 +288,7 @@ class Controller:
         self.control.wait(min(timeout_s, longest_s), spin_s, now - self._busy_at)
 
     def run_cycle(self) -> bool:
-        """Take submissions and messages, decide, execute. Returns whether the cycle had anything to do."""
+        """Run one cycle: take submissions and messages, agree, execute. Returns whether there was anything to do."""
         if self.life.end_if_abandoned():
             return True
         now = self.clock()
@@ -342,7 +342,7 @@ class Controller:
         return is_busy
 
     def _send_observed(self) -> None:
-        """Send one message of this rank's observer, if no earlier message is queued. The observer has messages."""
+        """Send the next message of this rank's observer (there is one), unless an earlier message is still queued."""
         parent = self._coordinator.parent
         receivers = self._coordinator.children if parent is None else (parent,)
         if not self.control.is_sending_to(receivers):
@@ -351,7 +351,7 @@ class Controller:
                 self.control.send(receiver, message)
 
     def _take_observed(self, source: int, message: bytes) -> None:
-        """Take a message of an observer, which goes from rank 0 to all ranks, or from a rank to rank 0."""
+        """Deliver or pass on a message of an observer, which travels to rank 0, or from rank 0 to all ranks."""
         parent = self._coordinator.parent
         if parent in (None, source):
             self.executor.observer.receive(message[len(OBSERVER):])
@@ -364,7 +364,7 @@ class Controller:
         self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited
 
     def _settle(self, now: float) -> bool:
-        """Execute the operation that all ranks have voted for. Returns whether a round of votes was complete."""
+        """If all ranks have voted, execute what they agreed on, or else negotiate. Returns whether all have voted."""
         entry, outcome = self._fast_path.settle()
         if entry is None:
             return outcome is not None
@@ -377,7 +377,7 @@ class Controller:
         return True
 
     def _attend_vote(self, now: float) -> bool:
-        """Settle, decline or report the open vote as needed. Returns whether a round was complete."""
+        """Settle the open vote, vote against all operations, or report late ranks. Returns the result of `_settle`."""
         has_settled = self._settle(now)
         if self.queue.outstanding or self.life.is_end_requested:
             self._fast_path.decline(now)
@@ -394,7 +394,7 @@ class Controller:
             self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
-        """Execute the decisions of rank 0, as soon as no vote is open."""
+        """Execute the received decisions of rank 0. As long as a vote is open, only vote against all operations."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
             # Relay before executing, since the children must first end an open vote too. Do not relay before earlier
@@ -415,7 +415,7 @@ class Controller:
                 self.executor.data.abandon(False)
 
     def _ends_abruptly(self) -> bool:
-        """End now, without the earlier decisions, if the last decision says so. Returns whether it has ended."""
+        """If the last decision reports a failure or a stall, end the engine at once. Returns whether it has ended."""
         if not self._learned or self._learned[-1].decision.end not in _ABRUPT:
             return False
         for learned in self._learned:
@@ -452,7 +452,7 @@ class Controller:
             self.life.end_by(decision)
 
     def _execute_without(self, absent: Sequence[tuple[int, ...]], requests: Sequence[Request]) -> None:
-        """Execute requests. `absent` has for each request the ranks in join(), which contribute no tensors."""
+        """Execute requests while some ranks are in join(). `absent[i]`: The ranks without tensors for `requests[i]`."""
         # Averages over different numbers of ranks do not share a reduction.
         for ranks, together in groupby(zip(absent, requests, strict=True), key=itemgetter(0)):
             divisor = self.topology.size - (len(ranks) if self._averages_over_active else 0)

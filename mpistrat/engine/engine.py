@@ -5,16 +5,16 @@ on names, shapes and order before a collective, and each rank submits in its own
 backward pass, which runs in other threads.
 
 The thread that runs the cycles is called the driver. A background thread drives while something submitted
-asynchronously is outstanding. A caller that only waits (`run`) drives the engine itself if no other thread does: two
-changes of threads take longer than a small reduction. A lock keeps it at one driver at a time.
+asynchronously is outstanding. A caller that only waits (`run`) drives the engine itself if no other thread does,
+because two changes of threads take longer than a small reduction. A lock allows only one driver at a time.
 
 Python runs signal handlers in the main thread, between any two instructions. A handler that called a collective inside
 of a cycle would wait for the cycle that it has interrupted. So while the script has signal handlers, the main thread
-does not drive. It also takes no lock for which the driver may wait, since a handler may interrupt it at any place.
+does not drive. Nor does it take a lock for which the driver may wait, because a handler may interrupt it at any place.
 
 Cycles have no fixed period. A submission or a message wakes the driver, which otherwise sleeps in ControlPlane.wait.
-Submissions that arrive during a reduction are fused in the next cycle. While this rank has nothing outstanding, no rank
-can wait for this rank, and the background thread checks for messages only from time to time.
+Submissions that arrive during a reduction are fused in the next cycle. While this rank has nothing outstanding, no
+collective can begin. The background thread then checks for messages only from time to time.
 """
 
 import logging
@@ -71,7 +71,7 @@ class Engine:
 
     def run(self, request: Request, arrays: Sequence[Array], limit_s: float = math.inf,
             origin: Origin | None = None) -> Handle:
-        """Submit a request, and wait until its handle is done, or about `limit_s`. Drives if no other thread does.
+        """Submit a request, and wait until its handle is done, at most for about `limit_s`. May drive the engine.
 
         Raises the errors of `submit`, and InvalidRequestError: This thread drives already; see require_no_driver.
         """
@@ -122,12 +122,12 @@ class Engine:
         self._call_background()
 
     def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
-        """If the entry is of a graph, which cannot continue without it, end the engine and raise its error."""
+        """If `entry` is of a graph, end the engines and raise EngineError, because the graph cannot continue."""
         if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
 
     def break_off(self, cause: str) -> EngineError:
-        """End the engines of all ranks, because a graph of this rank cannot continue. Local; returns the error.
+        """End the engines of all ranks, because a graph of this rank cannot continue. Return the error to raise. Local.
 
         `cause`: A sentence that says what has happened, and on which rank.
         """
@@ -137,11 +137,11 @@ class Engine:
         return EngineError(str(self._life.error or error))
 
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
-        """Handle an error that has ended an execution of a graph. Local; returns when the graph has nothing in flight.
+        """Handle an error that has ended an execution of a graph: wait for the operations in flight. Local.
 
-        The nodes `origins` of the graph may submit `names`. Normally the other ranks submit the operations in flight
-        too, and so complete them. If they do not, the engines of all ranks end. The engines also end if the graph has a
-        join(), because the other ranks continue without a rank that has joined.
+        `origins`: The nodes of the graph. `names`: The names that these nodes may submit. Normally the other ranks also
+        submit the operations in flight, which then complete. If they do not complete soon, the engines of all ranks
+        end. The engines also end if the graph has a join(), because the other ranks would continue without this rank.
         """
         deadline = self._clock() + FAILED_EXECUTION_S
         for entry in self._queue.in_flight():
@@ -182,20 +182,20 @@ class Engine:
         self._join(self._thread)
 
     def abandon(self, reason: str) -> None:
-        """Stop without the other ranks, for example if ranks have died. Pending and later operations fail. Local."""
+        """Stop without the other ranks, for example if some have died. Pending and later operations fail. Local."""
         self._life.abandoned = EngineError(reason)
         self.await_interrupted(None)
 
     def interrupt(self, error: Exception) -> None:
-        """Refuse later operations with `error`, and wake the engine, so that it ends because of the interruption.
+        """Refuse later operations with `error`, and wake the engine, which then ends because ranks are lost.
 
-        Operations in flight then fail. Returns at once. Any thread may call it.
+        Operations in flight fail when the engine ends. Returns at once. Any thread may call it.
         """
         self._queue.refuse(error)
         self._call_background()
 
     def await_interrupted(self, limit_s: float | None) -> bool:
-        """Wait for the end that `abandon` or `interrupt` has asked for. Local. Returns whether the engine has ended."""
+        """Wait for the engine to end, at most `limit_s` (None: no limit). Local. Returns whether it has ended."""
         self._call_background()
         if self._thread is None or not self._life.ended.wait(limit_s):
             return self._thread is None
@@ -203,7 +203,7 @@ class Engine:
         return True
 
     def _join(self, thread: threading.Thread) -> None:
-        """Wait for the end of the background thread, which may still be in its last cycle when `ended` is set."""
+        """Wait until the background thread has ended. It may still be in its last cycle when `ended` is set."""
         self._is_called.set()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
@@ -230,7 +230,7 @@ class Engine:
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
         """Run cycles until `handle` is done or the deadline has passed; without a handle, until there is no work.
 
-        If `proposal` is given, first vote for it. It is the entry of `handle`, and is not in the queue's new entries.
+        `proposal`: The entry of `handle`, if TensorQueue.put has returned True for it. This thread first votes for it.
         """
         controller, life = self.controller, self._life
         try:

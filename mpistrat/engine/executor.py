@@ -1,6 +1,6 @@
-"""Executor: executes the operations that the ranks have agreed on. It fuses, reduces, unpacks and completes handles.
+"""Executor: executes the operations that the ranks have agreed on, and completes their handles.
 
-The controller calls it in the thread that drives.
+The controller calls it in the thread that drives the engine.
 """
 
 import math
@@ -79,7 +79,7 @@ def _neutral_value(request: Request, dtype: np.dtype) -> object:
 
 
 def _combined_pairs(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """Combine the slices of each tensor in pairs, for one level. Collective."""
+    """Return the results of one level of Adasum: for each tensor, combine its slices in pairs. Collective."""
     pairs = [list(zip(parts[::2], parts[1::2])) for parts in slices]
     dots = np.array([[_dots(a, b) for a, b in pairs_of_tensor] for pairs_of_tensor in pairs])
     flat = dots.reshape(-1)
@@ -98,7 +98,7 @@ def _dots(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
 
 
 def _pair(a: np.ndarray, b: np.ndarray, dot: float, norm_a: float, norm_b: float) -> np.ndarray:
-    """Return the Adasum of two tensors, from their dot products. If one tensor is zero, it is the other tensor."""
+    """Return the Adasum of two tensors, from their dot products. If one tensor is zero, return the other tensor."""
     of_a = 1.0 - dot / (2 * norm_a) if norm_a else 1.0
     of_b = 1.0 - dot / (2 * norm_b) if norm_b else 1.0
     return a * a.dtype.type(of_a) + b * b.dtype.type(of_b)
@@ -131,7 +131,7 @@ class _Job:
 
 
 class Executor:
-    """Executes lists of entries that are the same on all ranks: `data` those of CPU arrays, `device` those on a GPU.
+    """Executes entries that are the same on all ranks. `data` executes those of CPU arrays, `device` those on a GPU.
 
     Args:
         fusion_bytes: The size limit of a fusion buffer; 0: tensors are not fused.
@@ -154,10 +154,10 @@ class Executor:
     def execute(self, entries: Sequence[Entry], all_ready: bool = False, divisor: int | None = None) -> None:
         """Run the collectives of entries that are the same on all ranks, and complete the handles. Collective.
 
-        The device completes the handles of GPU tensors later.
+        The handles of GPU tensors may be completed later, by `device`.
 
-        `all_ready`: Whether the ranks have voted for a single entry, and `prepare` has returned True on all ranks.
-        `divisor`: The divisor of averages; None: the number of ranks.
+        `all_ready`: All ranks have voted for the single entry, and `prepare` has returned True on all ranks. `divisor`:
+        The divisor of averages; None: the number of ranks.
 
         Raises EngineError: `all_ready` is true, but this rank no longer has the result of `prepare`.
         """
@@ -216,15 +216,15 @@ class Executor:
         self._pool.end_round()
 
     def absent_entry(self, request: Request) -> Entry:
-        """Return an entry with neutral tensors, for a collective of the other ranks while this rank is in join()."""
+        """Return an entry with neutral tensors, with which this rank takes part in `request` while it is in join()."""
         arrays = neutral_arrays(request)
         return Entry(request, arrays if request.device != DEVICE_GPU else self.device.uploaded(arrays),
                      Handle(request.name))
 
     def prepare(self, entry: Entry) -> bool:
-        """Begin to execute `entry`, which may be executed next: only the local part that saves time. Local.
+        """Begin to execute `entry` before the ranks agree on it: pack its data, if that saves time. Local.
 
-        Returns whether the other ranks need no more data from this rank; see `all_ready` of `execute`.
+        Returns whether the other ranks can complete it without further data of this rank; see `all_ready` of `execute`.
         """
         request = entry.request
         self._prepared = None
@@ -239,7 +239,7 @@ class Executor:
         return self._prepared[1].is_packed
 
     def prepare_more(self) -> None:
-        """Continue the local part that `prepare` has begun. Local."""
+        """Continue to pack the data of the entry of `prepare`. Local."""
         if self._prepared is not None:
             self._prepared[1].pack_ahead()
 
@@ -285,7 +285,7 @@ class Executor:
             self.observer.add(entry, partial.first.number, partial.first.began, job.ended)
 
     def _look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
-        """Check gradients for Inf and NaN. Broadcast weights have labels too, but are not checked."""
+        """Check results for Inf and NaN, if they are gradients. Only reduced entries with labels are gradients."""
         if self._finite is not None and entry.request.kind is CollectiveType.ALLREDUCE:
             self._finite.look(entry, results)
 

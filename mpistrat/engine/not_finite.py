@@ -1,13 +1,13 @@
-"""FiniteWatch: names the rank whose gradients are the first with Inf or NaN, which the average carries to all ranks.
+"""FiniteWatch: names the rank that is the first with Inf or NaN in its gradients. Averages carry them to all ranks.
 
 After one step all weights are NaN, equally on all ranks, and the origin cannot be found any more. So the results of
-reductions are checked before they are delivered, while this rank still has its own gradients. A few elements are
-enough, because Inf and NaN spread: from one row to most of the gradients of all earlier layers.
+reductions are checked before they are delivered, while this rank still has its own gradients. It is enough to check a
+few elements, because one row of a batch with Inf or NaN spoils most of the gradients of all earlier layers.
 
 Loss scaling skips steps whose gradients are not finite. So a rank warns only if the weights are not finite either, or
 if more reductions in a row were not finite than loss scaling ever skips.
 
-The executor calls it in the thread that drives. Any thread may call `conclude`, while no reduction is in progress.
+The executor calls `look` in the thread that drives. Any thread may call `conclude` while no reduction is in progress.
 """
 
 import logging
@@ -33,7 +33,7 @@ _MOST_KNOWN = 256
 
 
 class FiniteWatch:
-    """Checks the results of reductions of gradients until Inf or NaN are in them permanently."""
+    """Checks reduced gradients for Inf and NaN, and warns once they are permanent. The checks end then."""
 
     def __init__(self, rank: int):
         self.is_done = False  # Whether permanent Inf or NaN were found, on this rank or on another rank.
@@ -45,7 +45,7 @@ class FiniteWatch:
         self._count = 0
 
     def look(self, entry: Entry, results: Sequence[np.ndarray]) -> None:
-        """Check the results of a reduction that has labels, as reductions of gradients have. Local."""
+        """Check the results of a reduction that has labels. Only reductions of gradients have labels. Local."""
         labels = entry.request.labels
         if self.is_done or (self._count and labels != self._labels):
             return
@@ -65,7 +65,7 @@ class FiniteWatch:
             self._tell()
 
     def conclude(self, weights: Sequence[np.ndarray]) -> None:
-        """Warn if weights are not finite after gradients that were not; else forget these gradients. Local."""
+        """If gradients were not finite, warn if `weights` are not finite either; else forget the gradients. Local."""
         if self._count and not self.is_done:
             if all(map(_is_finite, weights)):
                 self._count = 0
@@ -97,7 +97,7 @@ class FiniteWatch:
 
 
 def _tensors(request: Request, arrays: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (label, array, first element in the array, size) of each tensor. An array may have several tensors."""
+    """Yield (label, array index, first element in the array, size) of each tensor. An array may hold several."""
     tensors = iter(zip(request.labels, request.tensors, strict=True))
     for array in range(arrays):
         first = 0

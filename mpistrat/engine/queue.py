@@ -11,7 +11,7 @@ from ..core.handle import Entry, Origin
 
 
 class _Here(threading.local):
-    """Has a unique object for each thread. Thread ids are not unique, since Python uses them again."""
+    """Has a unique object for each thread. Thread ids are not unique, because Python reuses ids of ended threads."""
 
     def __init__(self) -> None:
         self.thread = object()
@@ -23,10 +23,10 @@ _here = _Here()
 class TensorQueue:
     """Entries that were submitted and are not finished, by name. Thread-safe.
 
-    For each name, the queue counts the executions of graphs that submit the name and have failed. The count is a part
-    of the request. So if an execution fails on all ranks, and only one rank has submitted the name before, the leftover
-    entry does not match an entry of a later execution. The count ends when the ranks next execute the name, or when the
-    thread has waited for a collective outside of graphs, after which no rank has leftover entries.
+    For each name, the queue counts the failed executions of graphs that submit the name. A request contains this count.
+    So if an execution fails on all ranks after only one rank has submitted the name, the leftover entry of that rank
+    does not match entries of a later execution, which have a higher count. The count ends when the ranks execute the
+    name, or when the thread has waited for a collective outside of graphs, because no rank has leftover entries then.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class TensorQueue:
     def put(self, entry: Entry, is_driver: bool = False) -> bool:
         """Add an entry.
 
-        If an entry with the same name is in flight, the new entry may wait behind it. Both must come from different
-        graph nodes that run in program order, so that each entry is matched with the same node's entry on other ranks.
-        If one node has two entries in flight, the node runs in two concurrent executions, whose order is random.
+        If an entry with the same name is in flight, the new entry waits behind it. This is allowed for different nodes
+        of graphs that run in program order, because each entry then matches the entry of the same node on other ranks.
+        It is not allowed for one node: the node then runs in two concurrent executions, whose order is random.
 
-        If the caller drives the engine (`is_driver`), and there is no other new entry, the caller takes the entry at
-        once: it must count the entry as outstanding, and `take_new` does not return it. Returns whether it did.
+        Returns True if the caller drives the engine (`is_driver`) and there is no other new entry. The caller must then
+        count the entry as outstanding, because `take_new` does not return it.
 
         Raises DuplicateNameError: An entry with this name is in flight, and the new entry may not wait behind it. If
         the queue is closed, raises the error of `close`.
@@ -69,7 +69,7 @@ class TensorQueue:
                                                                for each in origins):
                     raise DuplicateNameError(
                         f"{name}: requested to reduce, gather or broadcast a tensor with the same name as another one "
-                        "that is currently being processed. Wait for the first, or give it another name=."
+                        "that is currently being processed. Wait for the first request, or pass another name=."
                         f"{_places(first.origin, entry.origin)}")
                 self._behind[name].append(entry)
                 return False
@@ -85,13 +85,13 @@ class TensorQueue:
         entry.request = replace(entry.request, failures=self.failures[entry.request.name])
 
     def count_failure(self, names: Iterable[str]) -> None:
-        """Count the failure of an execution that submits `names`, and that has nothing in flight any more."""
+        """Count a failed execution of a graph that submits `names`. None of its operations is in flight any more."""
         with self._lock:
             self.failures.update(names)
             self._failed_in.update(dict.fromkeys(names, _here.thread))
 
     def forget_failures(self, of_all_threads: bool = False) -> None:
-        """Forget failed executions of this thread, or of all threads, because all ranks have gone past them."""
+        """Forget failures counted in this thread, or in all threads, when no rank has leftover entries of them."""
         with self._lock:
             for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
                 self._forget(name, self.failures[name])
@@ -104,15 +104,15 @@ class TensorQueue:
     def put_later(self, entry: Entry) -> None:
         """Let the driver `put` the entry later. Raises only the error of a closed queue. The handle gets other errors.
 
-        For a thread that a signal handler may interrupt. A handler that interrupted `put`, and then waited for a
-        collective, would make the driver wait for the lock. Here only atomic operations on deques are used.
+        Used in threads that a signal handler may interrupt, because it takes no lock. If a handler interrupted `put`
+        and waited for a collective, the driver would wait for the lock of `put`, and the handler for the driver.
         """
         self.later.append(entry)
         if self._closed_by is not None:
             raise self._closed_by
 
     def take_new(self) -> list[Entry]:
-        """Return the entries put since the last call, in order. They stay in flight. For the thread that drives."""
+        """Return the entries put since the last call, in order. They stay in flight. Driver only."""
         while self.later:
             entry = self.later.popleft()
             try:
@@ -137,10 +137,10 @@ class TensorQueue:
             return (*self._in_flight.values(), *chain.from_iterable(self._behind.values()))
 
     def finish(self, name: str) -> Entry:
-        """Take an entry out of flight, before its handle is completed, so that its name may be used again. Driver only.
+        """Remove the entry in flight with this name, and return it. The name is then free again. Driver only.
 
-        If another entry waits behind it, that entry becomes a new entry. Until `executed` is called, `close` still
-        returns the entry, so that a failure in between does not lose it.
+        Called before the handle is completed. The next entry that waits behind it becomes a new entry. Until `executed`
+        is called, `close` still returns the finished entry, so that a failure in between does not lose it.
 
         Raises EngineError: No entry with this name is in flight.
         """
@@ -165,7 +165,7 @@ class TensorQueue:
         return entry
 
     def executed(self) -> None:
-        """Forget the entries of `finish`: their handles are complete, or the device will complete them. Driver only."""
+        """Forget the entries that `finish` returned: they are complete, or the device completes them. Driver only."""
         self._executing.clear()
 
     def refuse(self, error: Exception) -> None:
@@ -173,7 +173,7 @@ class TensorQueue:
         self._closed_by = self._closed_by or error
 
     def disable_after_fork(self, error: Exception) -> None:
-        """Refuse all entries with `error`, and drop those in flight, which belong to the parent of a forked process."""
+        """In a forked process, refuse entries with `error`, and drop those in flight, which belong to the parent."""
         self._lock = threading.Lock()  # A thread that exists only in the parent process may hold the old lock.
         self._closed_by = error
         self._clear()

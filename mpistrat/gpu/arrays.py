@@ -1,7 +1,7 @@
-"""Arrays on a GPU as the engine sees them, and Protocols of the GPU, its streams and its events.
+"""GPU arrays in the form that the engine takes, and Protocols of a GPU, its streams, its events and NCCL.
 
-device.py implements the Protocols with cupy; tests have a stand-in. The caller's thread makes the arrays, and the
-engine's thread uses them.
+device.py implements the Protocols with cupy; tests use a stand-in for the GPU. The caller's thread makes the arrays,
+and the engine's thread uses them.
 """
 
 import math
@@ -37,33 +37,33 @@ class GpuArray(NamedTuple):
 
 
 class CudaEvent(Protocol):
-    """An event of cupy: a GpuEvent without the stream. `ptr`: The address of CUDA's event."""
+    """A cupy.cuda.Event. `ptr`: The address of CUDA's event."""
 
     ptr: int
 
 
 class RecordedStream(Protocol):
-    """A stream of another library, or a substitute that can record events. Any thread may use it."""
+    """A CUDA stream, or a substitute for one whose address is unknown: it can only record events. For any thread."""
 
     @property
     def ptr(self) -> int:
-        """Identifies the stream or its substitute: the address of a stream."""
+        """The address of the CUDA stream, or a number that identifies the substitute."""
 
     def record(self, event: CudaEvent) -> object:
-        """Record an event of cupy after all work that is enqueued so far."""
+        """Record `event` after all work that is enqueued so far."""
 
 
 class GpuStream(RecordedStream, Protocol):
-    """A queue of work for the GPU. The GPU executes it in order."""
+    """A CUDA stream: the GPU executes the work in the order in which it was enqueued."""
 
     def __enter__(self) -> object:
-        """Make this stream the library's current stream."""
+        """Make this stream cupy's current stream in this thread."""
 
     def __exit__(self, *_: object) -> object: ...
 
 
 class GpuEvent(Protocol):
-    """A point in a stream."""
+    """An event that is recorded in a stream. The GPU reaches the event after all earlier work of the stream."""
 
     stream: Hashable  # Identifies the stream
     number: int  # Of two events of a stream, the later one has the larger number
@@ -74,7 +74,7 @@ class GpuEvent(Protocol):
 
 
 class NcclCommunicator(Protocol):
-    """The methods of cupy's NcclCommunicator. Arguments are addresses, counts, and the numbers of nccl_data."""
+    """The methods of cupy's NcclCommunicator, and `revoke`. `dtype` and `op` are NCCL's numbers, see nccl_data.py."""
 
     def allReduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None: ...  # noqa: N802
     def reduceScatter(self, source: int, target: int, count: int, dtype: int, op: int,  # noqa: N802
@@ -124,21 +124,21 @@ class Allocated(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketList:
-    """A list of tensors that is reduced in buckets, one request for each. All buckets are submitted, in any order.
+    """A list of tensors that is reduced in buckets. Each bucket is one request, and the requests may come in any order.
 
-    All buckets have the same readers. The readers wait for results only when all buckets are enqueued: a wait for the
-    first bucket would delay the work that computes the tensors of the others.
+    All buckets have the same `readers` (see GpuTensors), which are streams. The readers wait for no result until all
+    buckets are enqueued, because a wait would delay the work that computes the tensors of later buckets.
     """
 
     count: int  # The number of buckets, which are numbered from 0.
 
 
 class GpuTensors(Sequence[GpuArray]):
-    """The tensors of a request, all on one GPU, in place of a list of numpy arrays.
+    """The tensors of a request, all on one GPU, as a sequence of GpuArrays.
 
-    A step has hundreds of tensors, so their fields are lists, and a GpuArray is made only for a tensor that is indexed.
-    The library of the tensors allocates the results, in the order of the caller's stream. So a result may be freed, and
-    its memory reused by work that the caller enqueues later, like any memory of that library.
+    A step has hundreds of tensors. Therefore their fields are stored as lists, and indexing makes a GpuArray. The
+    library of the tensors (cupy, TensorFlow) allocates the results in the order of the caller's stream. The caller may
+    drop a result at any time, because only later work of that stream reuses its memory.
     """
 
     def __init__(self, device: GpuDevice, addresses: Sequence[int], shapes: Sequence[tuple[int, ...]],
@@ -170,10 +170,10 @@ class GpuTensors(Sequence[GpuArray]):
         return sum(map(mul, map(math.prod, self.shapes), map(_ITEMSIZE, self.dtypes)))
 
     def prepare(self, keeps_shapes: bool) -> None:
-        """Record `ready`. Called once, before the request is submitted, by the thread that has made the tensors.
+        """Record an event in each of `streams`. The thread that makes the tensors calls this once, before submitting.
 
-        `keeps_shapes`: Whether the results have the shapes of the tensors. Then they are allocated before the events,
-        so that the events come after all work that may still use the memory.
+        `keeps_shapes`: Whether the results have the shapes of the tensors. If so, the results are allocated before the
+        events are recorded. The events then follow all earlier work that may still use the memory of the results.
         """
         with self.device.current():
             if keeps_shapes:
@@ -182,7 +182,7 @@ class GpuTensors(Sequence[GpuArray]):
             self.ready = [self.device.record(stream) for stream in self.streams]
 
     def follow(self, stream: RecordedStream) -> None:
-        """Make a stream wait for the results, unless it is one of the readers."""
+        """Make `stream` wait for the results. Does nothing for a stream in `readers`, which already waits for them."""
         if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
             with self.device.current():
                 for end in self.ends:

@@ -1,11 +1,11 @@
-"""Assigns GPUs to the ranks of a host, and NCCL on a GPU to one group of ranks. Any thread may call the functions.
+"""Assigns a GPU to each rank of a host, and NCCL on a GPU to one process set. Any thread may call the functions.
 
-An NCCL kernel waits on the GPU for the same kernel on the other ranks. If a kernel of another communicator cannot start
-meanwhile, ranks that started the two kernels in different orders wait for each other for ever:
-https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html. So environment variables let the
-kernels of one group of ranks run at the same time, and only one group uses NCCL on a GPU: ranks in two process sets may
-start the collectives of the two sets in different orders, because each set has its own engine. A set does not use NCCL
-if its ranks are in another set that uses NCCL. A set of one rank waits for no other rank, and makes no claim.
+An NCCL kernel waits on the GPU for the same kernel of the other ranks. Kernels of two communicators may deadlock if
+ranks start them in different orders and a GPU cannot run both at once:
+https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html. Ranks may start the collectives of
+two process sets in different orders, because each set has its own engine. Therefore only one process set uses NCCL on a
+GPU. A set of one rank is an exception, because it waits for no other rank. For the communicators within one process
+set, environment variables prevent the deadlock.
 """
 
 import threading
@@ -29,13 +29,13 @@ class Pin:
 
 
 def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | None) -> Pin:
-    """Assign one GPU to each rank of a host, in order; from the first again if there are more ranks than GPUs. Pure.
+    """Return the GPU of this rank: the one with index `local_rank` modulo `gpus`. Does not call CUDA.
 
     Args:
         local_rank: This rank's position among the ranks of its host.
         local_size: The number of ranks on the host.
-        gpus: The number of GPUs visible to this process: all of the host, or those in CUDA_VISIBLE_DEVICES.
-        visible_devices: CUDA_VISIBLE_DEVICES; None if it is not set.
+        gpus: The number of GPUs that are visible to this process.
+        visible_devices: The value of CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     named = f" (CUDA_VISIBLE_DEVICES={visible_devices})" if visible_devices is not None else ""
     if gpus == 0:
@@ -59,9 +59,9 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
 
 
 def claim(device: GpuDevice, owner: object) -> bool:
-    """Claim NCCL on this rank's GPU for `owner`, unless another owner has. Returns whether `owner` may use NCCL.
+    """Claim NCCL on this rank's GPU for `owner`. Return False if a different owner holds the claim.
 
-    The claim ends by `release`, or when the owner is deleted.
+    The claim ends when `release` is called or the owner is deleted.
     """
     with _lock:
         holder = _owners.get(device)
@@ -72,7 +72,7 @@ def claim(device: GpuDevice, owner: object) -> bool:
 
 
 def release(device: GpuDevice, owner: object) -> None:
-    """End the owner's claim, if it has one."""
+    """End the claim of `owner`. Does nothing if `owner` holds no claim."""
     with _lock:
         holder = _owners.get(device)
         if holder is not None and holder() is owner:
@@ -80,10 +80,10 @@ def release(device: GpuDevice, owner: object) -> None:
 
 
 def set_cuda_variables(environ: MutableMapping[str, str], nccl_streams: int) -> None:
-    """Set environment variables of this process that the user has not set.
+    """Set environment variables of CUDA, NCCL and TensorFlow in `environ`, unless the user has set them.
 
-    CUDA, NCCL and TensorFlow read them once, when the first of their functions is called. `nccl_streams`: The number of
-    communicators of a group of ranks.
+    These libraries read the variables only once, so this must run before the first call of a library. `nccl_streams`:
+    The number of NCCL communicators of a process set.
     """
     # Streams beyond this number share a queue, in which a kernel waits for the one before. CUDA's default is 8, and
     # TensorFlow alone has four.

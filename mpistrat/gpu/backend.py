@@ -1,8 +1,8 @@
-"""The interface of backends for GPU arrays, and the backend without NCCL. NcclData (nccl_data.py) is the other one.
+"""GpuBackend, the interface of the backends for GPU arrays, and StagedData, the backend without NCCL.
 
-The interface is like interfaces.DataPlane, but a call only enqueues work on the GPU. Work is ordered by events: it
-starts after events of the caller's streams (`wait_for`), and is complete when the events of `finish` are done. Used by
-the engine's thread; a watchdog's thread may call `revoke` and `abandon`.
+The backend with NCCL is in nccl_data.py. GpuBackend is like interfaces.DataPlane, but its methods may only enqueue work
+on the GPU. The work starts after the events that `wait_for` gets, and is complete when the events that `finish` returns
+are done. The engine's thread calls the methods. The thread of a Watchdog may call `revoke` and `abandon`.
 """
 
 import logging
@@ -32,7 +32,7 @@ Reducer = Callable[[Sequence[int], Sequence[int]], None]
 
 
 def await_on_host(event: GpuEvent, limit_s: float) -> None:
-    """Wait until `event` is done, and yield the processor to other threads meanwhile.
+    """Block this thread until `event` is done. The thread yields its core to other threads while it waits.
 
     Raises EngineError: The event is not done after `limit_s` seconds (0: no limit).
     """
@@ -44,7 +44,7 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
 
 
 def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
-    """The last event of each stream. Work that waits for these waits for all `events`."""
+    """Return the last event of each stream. Work that waits for the last events waits for all `events`."""
     if len(events) < 2:  # The usual case.
         return events
     last: dict[Hashable, GpuEvent] = {}
@@ -56,19 +56,19 @@ def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
 
 
 class GpuBackend(ABC):
-    """Collectives on GPU arrays. Used by the engine's thread, within `GpuDevice.current()`.
+    """Collectives on GPU arrays. The engine's thread calls the methods, within `GpuDevice.current()`.
 
-    The methods up to `alltoall` and `close` are collective. The GPU executes the enqueued work in the order of the
-    calls. The work is complete when the events of the next `finish` are done. The last four methods do nothing if the
-    host waits for the work.
+    `allgather`, `broadcast`, `reducescatter`, `alltoall`, `close` and the function that `reducer` returns are
+    collective. Enqueued work is complete when the events of the next `finish` are done. In a backend whose methods wait
+    for the GPU, `check`, `revoke`, `abandon` and `close` do nothing.
     """
 
     def why_not(self, arrays: Sequence[GpuArray], op: ReduceOp, wire_dtype: str = "") -> str:
-        """Return why the backend cannot all-reduce these arrays; "" if it can. The same on all ranks."""
+        """Return why the backend cannot all-reduce these arrays; "" if it can. All ranks get the same result."""
         return ""
 
     def why_not_scatter(self, source: GpuArray, reduction: Reduction) -> str:
-        """Return why the backend cannot reduce-scatter this array; "" if it can. The same on all ranks."""
+        """Return why the backend cannot reduce-scatter this array; "" if it can. All ranks get the same result."""
         return ""
 
     @abstractmethod
@@ -77,65 +77,65 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def reducer(self, arrays: Sequence[GpuArray], reduction: Reduction, wire_dtype: str = "") -> Reducer:
-        """Return a function that reduces arrays of these sizes and this dtype. `why_not` must have returned "".
+        """Return a function that all-reduces arrays with the sizes and the dtype of `arrays`. First call `why_not`.
 
-        Floating-point tensors wider than `wire_dtype` may be sent and reduced in that dtype.
+        If `wire_dtype` is given, wider floating-point numbers may be sent and reduced as `wire_dtype`.
         """
 
     @abstractmethod
     def allgather(self, source: GpuArray, target: GpuArray, counts: Sequence[int]) -> None:
-        """Concatenate the ranks' `source` in `target`. Rank r has `counts[r]` elements."""
+        """Concatenate the `source` of all ranks in `target`, in rank order. Rank r has `counts[r]` elements."""
 
     @abstractmethod
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
-        """Write root_rank's `sources` to `targets`."""
+        """Copy the `sources` of rank `root_rank` to the `targets` of all ranks."""
 
     @abstractmethod
     def reducescatter(self, source: GpuArray, target: GpuArray, counts: Sequence[int], reduction: Reduction) -> None:
         """Reduce `source` over all ranks, and write this rank's part of the result to `target`.
 
-        The parts are in the order of the ranks; the part of rank r has `counts[r]` elements.
+        The parts are in rank order. The part of rank r has `counts[r]` elements.
         """
 
     @abstractmethod
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        """Send rank r the next `sent[r]` elements of `source`, and receive `received[r]` elements from rank r.
+        """Send the next `sent[r]` elements of `source` to rank r, and receive `received[r]` elements from rank r.
 
-        `target` gets the received elements in the order of the ranks. The dtype is the same on all ranks. `largest` is
-        the largest number of elements that any rank sends to any rank.
+        `target` gets the received elements in rank order. The dtype is the same on all ranks. `largest` is the largest
+        number of elements that any rank sends to any rank.
         """
 
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued since `wait_for`; none if the host has waited for the work."""
+        """Return events that follow all work enqueued since `wait_for`; [] if the host has waited for this work."""
         return []
 
     @abstractmethod
     def last_events(self) -> list[GpuEvent]:
-        """Events after all work that may use tensors, also after a call has failed. Local."""
+        """Return events that follow all work that may use tensors. Works also after a method has raised. Local."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise the error of enqueued work that has failed, if any. Does not wait."""
+        """Raise EngineError if enqueued work has failed. Does not wait."""
 
     def revoke(self) -> bool:
-        """Make a call that waits for other ranks return with an error, and free nothing. Any thread may call this.
+        """End the wait for other ranks in the engine's thread, but free nothing. Any thread may call this.
 
-        Returns False if only `abandon` makes the call return.
+        Returns False if that is not possible. Then `abandon` ends the wait.
         """
         return True
 
     def abandon(self) -> None:  # noqa: B027
-        """Abort the enqueued work, because a rank has left. May be called twice."""
+        """Abort all enqueued work, because this rank or another rank has failed. May be called twice, by any thread."""
 
     def close(self) -> None:  # noqa: B027
-        """Release resources. All enqueued work is complete. May be called twice."""
+        """Release all resources. Call it when all enqueued work is complete. May be called twice."""
 
 
 # -- a time limit for calls that may block for ever --------------------------------------------------------------------
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:
-    """Return `call()`, which must not raise; None if it has not returned in time. Then it goes on in another thread."""
+    """Return `call()`, executed in a new thread; None if it takes longer than `limit_s`. A late call is not stopped."""
     returned: list[T] = []
     thread = threading.Thread(target=lambda: returned.append(call()), name="mpistrat-gpu-ends", daemon=True)
     thread.start()
@@ -144,16 +144,16 @@ def within(limit_s: float, call: Callable[[], T]) -> T | None:
 
 
 class Watchdog:
-    """Ends a guarded call that takes too long, once, from a separate thread, since the engine's thread is blocked.
+    """Ends a call of the engine's thread that takes too long, from a separate thread. Does this at most once.
 
-    Calls inside of `with watchdog:` are guarded. The watchdog calls `revoke`, and `abort` only if the guarded call does
-    not return soon, because `abort` frees the memory that the call uses.
+    Each `with watchdog:` block is a guarded call. If it takes too long, the watchdog calls `revoke`. If the guarded
+    call still does not return, the watchdog calls `abort`, which frees memory that the guarded call may use.
 
     Args:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
-        revoke: Makes the call return or raise. Returns False if it cannot.
-        abort: Makes the call return or raise, and frees its memory. Any thread may call both functions; neither raises.
-        text: The message of the error. Names the rank.
+        revoke: Makes the guarded call return or raise. Returns False if it cannot. Must not raise.
+        abort: Makes the guarded call return or raise, and frees its memory. Must not raise.
+        text: The message of the EngineError. Names the rank.
     """
 
     def __init__(self, limit_s: float, revoke: Callable[[], bool], abort: Callable[[], None], text: str):
@@ -167,11 +167,11 @@ class Watchdog:
             threading.Thread(target=self._watch, name="mpistrat-gpu-watchdog", daemon=True).start()
 
     def __enter__(self) -> None:
-        """Begin a guarded call. One thread at a time."""
+        """Begin a guarded call. Only one thread at a time may do so."""
         self._since = time.monotonic()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """End a guarded call. Raises EngineError if it was too long, in place of the exception caused by the abort."""
+        """End a guarded call. If it took too long, raise EngineError in place of the exception that it raised."""
         with self._lock:
             self._since, has_fired = None, self._has_fired
             if has_fired:
@@ -199,13 +199,13 @@ class Watchdog:
 
 
 class StagedData(GpuBackend):
-    """A backend that copies arrays to pinned host memory, where the ranks reduce them, and back. The host waits.
+    """A backend that copies arrays to pinned host memory, reduces them there over `host`, and copies the results back.
 
-    It is for ranks that share a GPU, for hosts without NCCL, and for tensors that NCCL cannot reduce. Tensors are sent
-    in their own dtype.
+    It is for ranks that share a GPU, for hosts without NCCL, and for tensors that NCCL cannot reduce. Each call waits
+    for the GPU and for the other ranks. Tensors are sent in their own dtype.
 
     Args:
-        host: The data plane for CPU tensors of the same ranks. It has its own errors and `abandon`.
+        host: The data plane for CPU tensors of the same ranks. StagedData does not close it.
         limit_s: Seconds after which a copy between host and GPU fails; 0: never.
     """
 
@@ -259,7 +259,7 @@ class StagedData(GpuBackend):
         return [self._device.record(self._stream)]  # The host may have given up.
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> GpuTensors:
-        """Copy arrays to the GPU, for a rank in join(), which does not read the results. Local. Waits for the GPU.
+        """Return GPU copies of arrays that a rank in join() gives to a collective. Local. Waits for the GPU.
 
         Raises EngineError: The GPU does not have enough memory.
         """
@@ -286,7 +286,7 @@ class StagedData(GpuBackend):
         return GpuTensors(self._device, inputs.addresses, shapes, dtypes, inputs.results, (), (), allocate)
 
     def fetched(self, source: int, nbytes: int) -> np.ndarray:
-        """Copy the bytes at the address `source` to the host. Waits for the GPU."""
+        """Return a copy, in pinned memory, of `nbytes` bytes at the GPU address `source`. Waits for the GPU."""
         while self._events:
             self._device.wait(self._stream, self._events.pop())
         own = self._device.pinned(nbytes)
@@ -295,6 +295,6 @@ class StagedData(GpuBackend):
         return own
 
     def _copy_back(self, result: np.ndarray, target: int) -> None:
-        """Copy bytes of the host to the address `target`. Waits for the GPU, so that the bytes may be freed."""
+        """Copy `result` to the GPU address `target`. Waits for the GPU, so the caller may then free `result`."""
         self._device.copy(target, result.ctypes.data, result.nbytes, self._stream)
         await_on_host(self._device.record(self._stream), self._limit_s)

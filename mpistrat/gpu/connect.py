@@ -1,13 +1,13 @@
-"""Chooses the backend for GPU tensors, and connects NCCL. All ranks agree on a choice, over the host's data plane.
+"""Chooses the backend for GPU tensors, and connects NCCL, before the first collective on GPU tensors.
 
-A rank that fails alone would leave the others waiting. So every rank sends its findings, even if they are an exception.
-Used by the engine's thread, before the first collective on GPU tensors.
+The engine's thread of each rank sends what the rank has found to all ranks, over the data plane for CPU tensors. So all
+ranks make the same choice. A rank that gets an exception sends it as text, because the other ranks wait for a message.
 
-NCCL's communicators are made on all ranks, or on none. ncclCommInitRank waits for all ranks without a limit, so a rank
-that fails alone would leave the others blocked in it. Therefore each rank connects in a separate thread, and meanwhile
-exchanges its state with the other ranks. NCCL opens the connections between ranks in their first collective
-(NCCL_RUNTIME_CONNECT, the default of 2.30). No room in /dev/shm, or a blocked port, is an error in that collective. So
-connecting includes an all-reduce of one element.
+All ranks make NCCL's communicators, or none does. ncclCommInitRank waits for all ranks without a limit: a rank that
+fails would leave the others blocked. Therefore each rank connects in a separate thread, and meanwhile its engine's
+thread exchanges the state (connecting, connected, failed) with the other ranks. NCCL opens the connections between
+ranks in their first collective (NCCL_RUNTIME_CONNECT, the default of 2.30), and a full /dev/shm or a blocked port is an
+error in that collective. Therefore connecting includes an all-reduce of one element.
 """
 
 import json
@@ -61,9 +61,9 @@ class GpuInfo(NamedTuple):
 
 
 def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
-    """The reason not to use NCCL; "" to use it. `wanted`: The setting gpu_operations.
+    """Return the reason not to use NCCL; "" to use it. `wanted`: The value of MPISTRAT_GPU_OPERATIONS.
 
-    Raises EngineError: The setting demands NCCL, and NCCL cannot be used.
+    Raises EngineError: `wanted` is "nccl", and NCCL cannot be used.
     """
     if wanted == "staged":
         return f"MPISTRAT_GPU_OPERATIONS={wanted}"
@@ -79,7 +79,7 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
 
 
 def listed(texts: Sequence[str | None]) -> str:
-    """The texts of ranks, with the numbers of the ranks; "" if no rank has a text."""
+    """Join the texts, each with the number of its rank; "" if all are empty. `texts[r]`: The text of rank r."""
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 
@@ -103,7 +103,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
 
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
-    """Return an Exchange among `size` ranks over `host`. Values travel as JSON, which runs no code when it is read."""
+    """Return an Exchange: it gathers a value of each rank, over `host`. Values are sent as JSON, which runs no code."""
     def exchange(value: object) -> list[Any]:
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
@@ -117,17 +117,17 @@ def exchange_over(host: DataPlane, size: int) -> Exchange:
 
 def connect(device: GpuDevice, topology: Topology, exchange: Exchange, host: DataPlane, settings: Settings,
             owner: object) -> tuple[NcclData | None, int]:
-    """Find out whether NCCL can be used, and connect it. Collective. Rank 0 logs the choice.
+    """Choose NCCL or staging through host memory, and connect NCCL if it is chosen. Collective. Rank 0 logs the choice.
 
     Args:
-        exchange, host: Of these ranks. `host` also reduces staged tensors.
+        exchange, host: Connect the ranks of `topology`. `host` also reduces staged tensors.
         settings: The same on all ranks.
-        owner: The object that uses the backend. It releases its claim (see assignment.py) when it closes the backend.
+        owner: The object for which NCCL is claimed (see assignment.claim). It must end the claim by `release`.
 
     Returns:
         The NCCL backend, or None if all tensors are staged; and the fusion threshold in bytes.
 
-    Raises EngineError: On all ranks. The chosen backend cannot be used, or NCCL fails to connect; names the ranks.
+    Raises EngineError: MPISTRAT_GPU_OPERATIONS=nccl and NCCL cannot be used, or NCCL fails to connect. On all ranks.
     """
     rank, size = topology.rank, topology.size
     found, buffers, own_ids = _probe(device, rank == 0, settings)
@@ -167,7 +167,7 @@ def _log(rank: int, level: int, text: str) -> None:
 
 def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
         GpuInfo, list[GpuArray], list[bytes | tuple[int, ...]]]:
-    """This rank's GpuInfo, its fusion buffers, and if `makes_ids`, ids of communicators. Does not raise."""
+    """Return this rank's GpuInfo, its fusion buffers and, if `makes_ids`, an id for each communicator. Never raises."""
     streams, may_share = settings.nccl_streams, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if settings.gpu_operations == "staged":
         return GpuInfo(device.identity, 0, 0, may_share), [], []
@@ -184,9 +184,9 @@ def _probe(device: GpuDevice, makes_ids: bool, settings: Settings) -> tuple[
 
 
 def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[list[GpuArray], int]:
-    """Allocate `count` buffers and return them with their size. Halves the size until there is enough memory.
+    """Allocate `count` fusion buffers of equal size. Return them, and their size in bytes.
 
-    Returns no buffers, and 0, if there is not enough memory for buffers of GPU_LEAST_FUSION_BYTES.
+    Halves the size while GPU memory is short. Returns ([], 0) if the size would be below GPU_LEAST_FUSION_BYTES.
     """
     nbytes = fusion_bytes + GPU_FUSION_PADDING_BYTES
     while True:
@@ -206,13 +206,13 @@ def fusion_buffers(device: GpuDevice, fusion_bytes: int, count: int) -> tuple[li
 
 def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int, exchange: Exchange,
                        limit_s: float, clock: Callable[[], float] = time.monotonic) -> list[NcclCommunicator]:
-    """Make communicators and connect them; return them when all ranks have done so. Collective.
+    """Make communicators and connect them. Return them when the communicators of all ranks are connected. Collective.
 
-    `make` makes this rank's communicators in another thread, and may wait for the other ranks. `exchange` must not
-    depend on it. Connecting fails after `limit_s` seconds (0: never).
+    A separate thread calls `make`, which may wait for the other ranks. `exchange` must work while `make` waits.
+    Connecting fails after `limit_s` seconds (0: never).
 
-    Raises EngineError: `make` has failed on a rank. Raised on all ranks soon afterwards; names the ranks and their
-    errors. The communicators of the other ranks are aborted. A thread may stay blocked in NCCL until its process ends.
+    Raises EngineError: Some rank could not connect. All ranks raise it soon afterwards. The message has the ranks and
+    their errors. All communicators are aborted. The separate thread may stay blocked in NCCL until its process ends.
     """
     attempt, began, pause_s = _Attempt(make, device, rank), clock(), NCCL_CONNECT_FIRST_SLEEP_S
     while True:
@@ -231,7 +231,7 @@ def make_communicators(make: Callable[[], Iterable[NcclCommunicator]], device: G
 
 
 class _Attempt:
-    """An attempt to make communicators, in a thread that may block for ever."""
+    """An attempt to make and connect communicators, in a separate thread that may block for ever in NCCL."""
 
     def __init__(self, make: Callable[[], Iterable[NcclCommunicator]], device: GpuDevice, rank: int):
         self._device, self._rank = device, rank
@@ -269,9 +269,10 @@ class _Attempt:
             time.sleep(NCCL_CONNECT_FIRST_SLEEP_S)
 
     def give_up(self) -> None:
-        """Abort the communicators: at once if the engine's thread does not use them, else when it stops.
+        """Abort the communicators, because some rank could not connect.
 
-        An abort frees memory that the engine's thread may use. So NCCL revokes them first, which ends its calls.
+        An abort frees memory that the connecting thread may use. While that thread runs, `give_up` only revokes the
+        communicators. NCCL's calls then return, and that thread aborts. If NCCL cannot revoke, `give_up` itself aborts.
         """
         with self._lock:
             self._is_given_up = True

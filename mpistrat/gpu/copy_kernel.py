@@ -1,8 +1,8 @@
-"""The batched copy kernel: its launches as plain data, and its CUDA source. Pure.
+"""The batched copy kernel: its launches as tables, and its CUDA source. device.py compiles and launches it.
 
-A launch packs tensors of a bucket into a fusion buffer, or unpacks them, and converts and scales the elements. The
-launch has a table of pieces, with the blocks of each piece. Tests execute the same table with numpy. device.py compiles
-the source and launches the kernel.
+A launch packs tensors of a bucket into a fusion buffer, or unpacks them. It can also convert and scale the elements.
+Its argument is a table. Each row is a piece, which is a tensor or a part of one: source, target, number of elements,
+and first thread block. Tests execute the same tables with numpy.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ PIECES_PER_LAUNCH = 120
 
 @dataclass(frozen=True)
 class CopyJob:
-    """How elements are copied: `target = (target's dtype) (source * factor / divisor)`.
+    """How elements are copied: they are multiplied by `factor / divisor`, and converted to the dtype `target`.
 
-    As in arithmetic.Scale: half precision is scaled in float32. Integers are divided exactly and truncated if the
-    factor is 1, and scaled in float64 otherwise.
+    The rules are those of arithmetic.Scale. Half precision is scaled in float32. Integers are divided exactly and
+    truncated if the factor is 1, and otherwise scaled in float64.
     """
 
     source: str  # The names of dtypes in TYPES.
@@ -44,9 +44,9 @@ class CopyJob:
 
 def copy_tables(sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray,
                 counts: Sequence[int]) -> list[np.ndarray]:
-    """Return a table for each launch that copies `counts[i]` elements from address `sources[i]` to `targets[i]`.
+    """Return one table for each launch. The launches copy `counts[i]` elements from `sources[i]` to `targets[i]`.
 
-    A table has at most PIECES_PER_LAUNCH rows of dtype PIECE. Omits pieces without elements.
+    Sources and targets are addresses. A table has at most PIECES_PER_LAUNCH rows of dtype PIECE, none for a count of 0.
     """
     pieces = np.zeros(len(counts), PIECE)
     pieces["source"], pieces["target"], pieces["count"] = sources, targets, counts
@@ -59,15 +59,15 @@ def copy_tables(sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np
 
 
 def block_count(table: np.ndarray) -> int:
-    """The number of blocks of threads for a launch over the table."""
+    """Return the number of thread blocks that a launch with this table needs."""
     return int(_blocks(table).sum())
 
 
 class FusedCopies:
-    """The launches that copy arrays of `counts` elements to a fusion buffer, and back, again and again.
+    """The launches that pack arrays of `counts` elements into a fusion buffer, and those that unpack them.
 
-    Both methods return the table and the number of blocks of each launch. The tables change with the next call: a
-    launch takes its table by value.
+    Both methods return a table and a number of thread blocks for each launch. Launch before the next call of a method,
+    because the next call overwrites the tables. A launch copies its table.
     """
 
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
@@ -82,12 +82,12 @@ class FusedCopies:
         self._sources, self._targets = pieces["source"], pieces["target"]
 
     def to_buffer(self, sources: Sequence[int], buffer: int) -> list[tuple[np.ndarray, int]]:
-        """The launches that pack the arrays at these addresses."""
+        """Return the launches that pack the arrays at the addresses `sources` into the fusion buffer at `buffer`."""
         self._sources[:], self._targets[:] = self._of_filled(sources), self._offsets + np.uint64(buffer)
         return self._launches
 
     def from_buffer(self, buffer: int, targets: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-        """The launches that unpack to these addresses."""
+        """Return the launches that unpack the fusion buffer at `buffer` to the addresses `targets`."""
         self._sources[:], self._targets[:] = self._offsets + np.uint64(buffer), self._of_filled(targets)
         return self._launches
 
@@ -96,7 +96,7 @@ class FusedCopies:
 
 
 def fused_offsets(counts: Sequence[int], itemsize: int) -> tuple[list[int], int]:
-    """The aligned offsets, in elements, of tensors of `counts` elements in a fusion buffer, and its length."""
+    """Return, in elements, the aligned offset of each tensor in a fusion buffer, and the total length."""
     step = max(ALIGNMENT // itemsize, 1)
     offsets, end = [], 0
     for count in counts:
@@ -234,14 +234,14 @@ extern "C" __global__ void guard(void* target, unsigned long long nbytes, const 
 
 
 def source(job: CopyJob) -> str:
-    """The source of the kernel for `job`.
+    """Return the CUDA source of the kernel `batched_copy` for `job`, and of the kernel `guard`.
 
     The arguments of `batched_copy` are the table by value (PIECES_PER_LAUNCH rows), the number of rows in use (int32),
-    the factor (float64), the divisor (int64), and the address of a number in pinned memory, or 0: if the number is not
-    0, the targets become NaN. A launch needs `block_count` blocks.
+    the factor (float64), the divisor (int64), and the address of a number in pinned memory, or 0. If there is a number
+    and it is not 0, the kernel fills the targets with NaN. A launch needs `block_count` thread blocks.
 
-    `guard`, which is the same for all jobs, turns memory into NaN if the number is not 0. Its arguments are the address
-    and the bytes of the memory (uint64), and the address of the number. A launch has one block.
+    `guard`, which is the same for all jobs, fills memory with NaN if such a number is not 0. Its arguments are the
+    address and the bytes of the memory (uint64), and the address of the number. A launch needs one thread block.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:
@@ -260,5 +260,5 @@ def source(job: CopyJob) -> str:
 
 
 def variant(job: CopyJob) -> CopyJob:
-    """A job with the same `source` for all factors and divisors, as a key for compiled kernels."""
+    """Return a job with the same `source`, and with 1 or 2 as factor and divisor: a key for compiled kernels."""
     return CopyJob(job.source, job.target, 1.0 if job.factor == 1.0 else 2.0, 1 if job.divisor == 1 else 2)

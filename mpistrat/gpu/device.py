@@ -1,8 +1,8 @@
-"""This rank's GPU: memory, streams, copies and tensors of other libraries, by cupy.
+"""This rank's GPU, by cupy: memory, streams, copies, kernels, NCCL, and tensors of other libraries.
 
-This is the only module that calls cupy. It implements the Protocols of `arrays`, so all other modules run with a
-stand-in in tests. The import fails where cupy is missing; api.tensors.make_device names the remedy. Any thread may use
-a Device.
+This is the only module that calls cupy. It implements the Protocols of arrays.py, so tests can use a stand-in for it.
+The import fails where cupy is missing; api.tensors.make_device then raises an error that says how to install cupy. Any
+thread may use a Device.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ RESULTS = {7: "ncclInProgress: the call has not ended (is NCCL_COMM_BLOCKING=0 s
 
 
 class Event:
-    """A point in a stream, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
+    """A recorded event, see arrays.GpuEvent. Device.record makes it. Any thread may use it."""
 
     def __init__(self, cupy_event: cupy.cuda.Event, stream: RecordedStream, number: int, spare: list[Any]):
         self.cupy_event, self.number = cupy_event, number
@@ -60,7 +60,7 @@ class Event:
 
 
 class Device:
-    """A GPU. Any thread may use it, within `current()`.
+    """A GPU. Any thread may call the methods, within `with device.current():`.
 
     `number`: CUDA's index of the GPU, among those visible to this process.
     """
@@ -80,32 +80,32 @@ class Device:
             self._context = driver.context()
 
     def current(self) -> AbstractContextManager[None]:
-        """A context in which CUDA uses this GPU in this thread. Makes no CUDA context on another GPU.
+        """Return a `with` context that selects this GPU for CUDA in this thread. Makes no CUDA context on other GPUs.
 
-        Afterwards a thread that used another GPU uses that GPU again. A thread that used no GPU stays on this GPU.
+        At its end, a thread that used a different GPU is back on that GPU. A thread that used no GPU stays on this one.
         """
         return driver.Selected(self._context, lambda: cupy.cuda.runtime.setDevice(self.number))
 
     # -- order --------------------------------------------------------------------------------------------------------
 
     def stream(self, is_urgent: bool = False) -> GpuStream:
-        """A new stream, which does not synchronise with the default stream.
+        """Return a new stream, which does not synchronise with the default stream.
 
-        The kernels of an urgent stream start before waiting kernels of other streams. cupy 13 ignores `is_urgent`.
+        `is_urgent`: Whether its kernels have priority over kernels of other streams. cupy 13 ignores this.
         """
         urgency = {"priority": _URGENT} if is_urgent and _HAS_PRIORITIES else {}
         made: GpuStream = cupy.cuda.Stream(non_blocking=True, **urgency)
         return made
 
     def stream_at(self, address: int) -> GpuStream:
-        """A stream that another library has made."""
+        """Return the stream at `address`, which another library has made."""
         made: GpuStream = cupy.cuda.ExternalStream(address)
         return made
 
     def record(self, stream: RecordedStream | None = None) -> Event:
-        """An event after all work enqueued so far on `stream`, or on cupy's current stream.
+        """Record an event after all work enqueued so far on `stream` (None: on cupy's current stream), and return it.
 
-        Events are numbered in the order in which they are recorded.
+        The numbers of events increase in the order in which the events are recorded.
         """
         stream = cupy.cuda.get_current_stream() if stream is None else stream
         try:
@@ -117,7 +117,7 @@ class Device:
             return Event(cupy_event, stream, next(self._event_numbers), self._spare_events)
 
     def can_wait(self, stream: RecordedStream) -> bool:
-        """Whether any thread can make the stream wait: the per-thread default stream differs in each thread."""
+        """Return False for the per-thread default stream, whose address means a different stream in each thread."""
         return stream.ptr != _PER_THREAD
 
     def wait(self, stream: RecordedStream, event: GpuEvent) -> None:
@@ -127,7 +127,7 @@ class Device:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def scratch(self, nbytes: int) -> GpuArray | None:
-        """Allocate uninitialised bytes on this GPU; None if there is not enough memory."""
+        """Allocate `nbytes` uninitialised bytes of GPU memory. Return None if there is not enough memory."""
         # On the stream for imports: memory in cupy's pool of the caller's stream may still be in use by enqueued work.
         try:
             with self._imports:
@@ -141,29 +141,29 @@ class Device:
         return np.asarray(cupyx.empty_pinned(nbytes, np.uint8))
 
     def copy(self, target: int, source: int, nbytes: int, stream: GpuStream) -> None:
-        """Enqueue a copy between addresses of GPU memory or pinned memory."""
+        """Enqueue a copy of `nbytes` bytes. Each address may be in GPU memory or in pinned host memory."""
         if nbytes:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
     def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None:
-        """Enqueue the write of an integer of `words` words of 32 bits. The host does not wait."""
+        """Enqueue a write of the integer `number`, as `words` words of 32 bits. The host does not wait."""
         driver.write_number(address, number, words, stream.ptr)
 
     def compile(self, job: CopyJob) -> None:
-        """Compile and load the kernel for `job`. Raises what `compiled` raises, or the error of the GPU's driver."""
+        """Compile and load the kernels for `job`. Raises EngineError like `compiled`, or an error of CUDA's driver."""
         self._module(variant(job))
 
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
-        """Enqueue the copies of a table of at most PIECES_PER_LAUNCH rows, see copy_kernel. Allocates no memory.
+        """Launch the copy kernel (see copy_kernel.py). `table` has at most PIECES_PER_LAUNCH rows. Allocates no memory.
 
-        `lost`: As for `guard`; 0: the copies are not guarded.
+        `lost`: The kernel fills the targets with NaN under the same condition as `guard`; 0: never.
         """
         # Not by cupy, whose launch takes 23 us on an H200's host.
         driver.launch(self._module(variant(job))[NAME].ptr, blocks, COPY_BLOCK_THREADS, stream.ptr, (
             _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor), c_uint64(lost)))
 
     def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None:
-        """Enqueue a kernel that fills memory with NaN if the uint32 at `lost`, in pinned memory, is not 0 by then."""
+        """Enqueue a kernel that fills memory with NaN if the uint32 at `lost` (pinned memory) is not 0 when it runs."""
         driver.launch(self._module(_PLAIN)[GUARD].ptr, 1, COPY_BLOCK_THREADS, stream.ptr, (
             c_uint64(target), c_uint64(nbytes), c_uint64(lost)))
 
@@ -184,14 +184,14 @@ class Device:
                 for shape, dtype, offset in zip(shapes, dtypes, offsets, strict=True)]
 
     def current_stream(self) -> GpuStream:
-        """cupy's current stream in this thread."""
+        """Return cupy's current stream in this thread."""
         stream: GpuStream = cupy.cuda.get_current_stream()
         return stream
 
     def imported(self, tensors: Sequence[object]) -> tuple[list[Any], GpuStream]:
-        """Import tensors of another library as C-contiguous cupy arrays; also return the stream of their contents.
+        """Return DLPack tensors as C-contiguous cupy arrays, and the stream in which their contents are complete.
 
-        By the DLPack protocol the library makes this stream wait for a tensor. The host does not wait.
+        By the DLPack protocol, the library of a tensor makes this stream wait for the tensor. The host does not wait.
         """
         with self._imports:
             return [cupy.ascontiguousarray(cupy.from_dlpack(tensor)) for tensor in tensors], self._imports
@@ -205,19 +205,19 @@ class Device:
 
     @staticmethod
     def unique_id() -> bytes | tuple[int, ...]:
-        """A new id for a communicator, made by one rank for all: bytes, or a tuple before cupy 14."""
+        """Return a new id for a communicator: bytes, or a tuple before cupy 14. One rank calls this for all ranks."""
         made: bytes | tuple[int, ...] = nccl.get_unique_id()
         return made
 
     @staticmethod
     def communicator(size: int, unique_id: bytes | tuple[int, ...], rank: int) -> "Communicator":
-        """A new communicator. Collective; waits for all ranks."""
+        """Return a new communicator. Collective: blocks until all ranks call it."""
         return Communicator(size, unique_id, rank)
 
     @staticmethod
     @contextmanager
     def nccl_group() -> Iterator[None]:
-        """A context in which NCCL's operations are enqueued as one."""
+        """Return a `with` context whose NCCL calls form one group (ncclGroupStart, ncclGroupEnd)."""
         with explained("a group"):
             nccl.groupStart()
             try:
@@ -228,10 +228,10 @@ class Device:
 
 @cache
 def _imports_of(number: int) -> cupy.cuda.Stream:
-    """One stream for all Devices of the current GPU, which has this number.
+    """Return the stream that all Devices of GPU `number` use for imported tensors and for `scratch`.
 
-    cupy's pool keeps the memory that was allocated on a stream for that stream. So the fusion buffers of an elastic
-    job's next generation reuse the memory of the previous generation, even if its communicators were aborted.
+    cupy's pool reuses memory only on the stream on which it was allocated. Because the stream is the same after each
+    init(), new fusion buffers reuse the memory of old ones, even if the old communicators were aborted.
     """
     return cupy.cuda.Stream(non_blocking=True)
 
@@ -243,7 +243,7 @@ def _by_value(table: np.ndarray) -> "Array[c_char]":
 
 
 def gpu_count() -> int:
-    """The number of GPUs visible to this process; 0 also without a driver."""
+    """Return the number of GPUs visible to this process; 0 if there is no driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -254,17 +254,17 @@ def gpu_count() -> int:
 
 
 def _functions(job: CopyJob) -> dict[str, Any]:
-    """The kernels for `job`, compiled for the current GPU and loaded. Raises as `compiled`."""
+    """Compile and load the kernels for `job` on the current GPU, and return them by name. Raises as `compiled`."""
     module = cupy.cuda.Module()
     module.load(compiled(source(job)))
     return {name: module.get_function(name) for name in (NAME, GUARD)}
 
 
 def compiled(code: str) -> bytes:
-    """Return the machine code of a kernel for the current GPU. Any thread, within `Device.current()`.
+    """Compile CUDA source for the current GPU, and return the machine code. Any thread, within `Device.current()`.
 
-    Not by cupy's RawModule, which appends -ftz=true to the options. Raises EngineError with the compiler's message:
-    NVRTC does not work, or rejects the code.
+    This does not use cupy's RawModule, because RawModule adds the option -ftz=true. Raises EngineError with the
+    compiler's message: NVRTC is missing, does not work, or rejects the code.
     """
     try:
         find_nvrtc()
@@ -287,14 +287,13 @@ def find_nvrtc() -> None:
 
 
 class Communicator:
-    """cupy's NcclCommunicator, with all its methods. Their errors become EngineErrors with NCCL's own message.
+    """Wraps cupy's NcclCommunicator. It has the same methods, but raises EngineErrors with NCCL's own message.
 
-    Implements arrays.NcclCommunicator. Making one is collective, and waits for all ranks. One thread calls its
-    methods. Another thread may call `revoke` and `abort` meanwhile: then the call that waits in NCCL returns, and no
-    later call begins. ncclCommAbort frees the communicator. So if NCCL has ncclCommRevoke, `revoke` is called first,
-    and the waiting call is given time to return. (cupy forgets NCCL's communicator only when ncclCommAbort has
-    returned. Without the flag a call that begins in the meantime would use freed memory.) cupy's calls release the lock
-    of Python's interpreter, so that another thread can run.
+    Implements arrays.NcclCommunicator. The constructor is collective, and blocks until all ranks call it. One thread
+    calls the methods. Meanwhile a second thread may call `revoke` and `abort`: a call that waits in NCCL then returns,
+    and later calls raise EngineError. The second thread can run, because cupy's calls release the GIL. Call `revoke`
+    before `abort`, because ncclCommAbort frees the communicator that the waiting call uses. `_is_ended` stops later
+    calls, because cupy keeps the freed communicator until ncclCommAbort has returned.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
@@ -303,9 +302,9 @@ class Communicator:
         self._rank, self._lock, self._is_ended, self._is_aborted = rank, Lock(), False, False
 
     def revoke(self) -> bool:
-        """Make the call that waits in NCCL return, and free nothing. Any thread may call this.
+        """Make the call that waits in NCCL return. Frees nothing. Any thread may call this.
 
-        Returns False if this version of NCCL has no ncclCommRevoke, or an abort has begun.
+        Returns False if ncclCommRevoke is missing or fails, or if `revoke` or `abort` was called before.
         """
         try:
             comm_revoke = ctypes.CDLL("libnccl.so.2").ncclCommRevoke
@@ -319,7 +318,7 @@ class Communicator:
         return bool(comm_revoke(self._cupy_communicator.comm, 0) == 0)
 
     def abort(self) -> None:
-        """End all work of the communicator, and free it. May be called twice, and by any thread."""
+        """Abort all work of the communicator, and free it. May be called twice, and by any thread."""
         with self._lock:
             is_first, self._is_aborted, self._is_ended = not self._is_aborted, True, True
         if is_first:
@@ -341,7 +340,7 @@ class Communicator:
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """A context that turns NCCL's errors into EngineErrors with NCCL's own message."""
+    """Return a `with` context that turns NCCL's errors into EngineErrors. `doing`: What is called, for the message."""
     try:
         yield
     except (nccl.NcclError, KeyError) as error:
@@ -354,7 +353,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def last_error() -> str:
-    """NCCL's message on its latest error in this process; "" if it is not available."""
+    """Return NCCL's message on its latest error in this process; "" if there is no such message."""
     try:
         get_last_error = ctypes.CDLL("libnccl.so.2").ncclGetLastError
     except (OSError, AttributeError):

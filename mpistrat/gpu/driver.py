@@ -1,9 +1,9 @@
-"""CUDA's driver by ctypes: contexts of threads, launches, events and UUIDs; and NVRTC, the compiler of kernels.
+"""CUDA's driver API by ctypes: current contexts, launches, events and UUIDs. Also loads NVRTC, the compiler of kernels.
 
-Nothing here creates a context. A context takes about half a gigabyte of a GPU, and only one process may have a context
-if the GPU is in exclusive mode. So a rank must have no context on another GPU than its own. Since CUDA 12 cudaSetDevice
-creates a context. For the runtime, a thread without a context is on GPU 0, and `with cupy.cuda.Device(n)` calls
-cudaSetDevice(0) at its end.
+No function here creates a CUDA context. A rank must have a context on its own GPU only: a context takes about half a
+gigabyte of GPU memory, and a GPU in exclusive mode allows only one process to have a context. The runtime API would
+create contexts: since CUDA 12 cudaSetDevice does, and at the end of `with cupy.cuda.Device(n)` cupy calls
+cudaSetDevice(0) in a thread that had no context.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 def context() -> int:
-    """The address of this thread's current context; 0 if it has none."""
+    """Return the address of this thread's current CUDA context; 0 if it has none."""
     found = ctypes.c_void_p()
     # The call reads a variable of the thread. So it keeps Python's lock, which another thread could otherwise take for
     # milliseconds. All other calls may block, as a launch does if a thousand launches are pending, perhaps because a
@@ -29,11 +29,11 @@ def context() -> int:
 
 
 class Selected:
-    """A `with` context in which `own` is the current CUDA context of this thread. `select` makes it current.
+    """A `with` context in which `own` is the current CUDA context of this thread. `select` makes `own` current.
 
-    Afterwards a thread that had another CUDA context gets it back. A thread that had none keeps `own`: the runtime has
-    no call that removes a context without creating another one. So the threads of the engine select their GPU once.
-    `own` is the address of the CUDA context; 0 if it is not known yet.
+    At the end, a thread that had a different CUDA context before gets that context back. A thread that had none keeps
+    `own`, because the runtime API cannot remove a context without creating a new one. `own` is the address of the CUDA
+    context; 0 if it is not known yet.
     """
 
     __slots__ = ("_before", "_own", "_select")
@@ -52,9 +52,9 @@ class Selected:
 
 
 def launch(function: int, blocks: int, threads: int, stream: int, arguments: Sequence[Any]) -> None:
-    """Launch a kernel (a CUfunction) on a stream, both by their addresses; blocks per grid, and threads per block.
+    """Launch a kernel on a stream, with `blocks` thread blocks per grid and `threads` threads per block.
 
-    The driver copies the arguments, which are objects of ctypes, before it returns.
+    `function`, `stream`: Addresses. `arguments`: Objects of ctypes. The driver copies them before it returns.
     """
     addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     _call("cuLaunchKernel", ctypes.c_void_p(function), blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream),
@@ -62,10 +62,10 @@ def launch(function: int, blocks: int, threads: int, stream: int, arguments: Seq
 
 
 def uuid(number: int) -> str:
-    """The UUID of the GPU with CUDA's index `number` in this process: 32 hexadecimal digits, unique among all hosts.
+    """Return the UUID of the GPU with CUDA's index `number`: 32 hexadecimal digits, unique among all hosts.
 
-    Instances of a divided GPU (MIG) get the UUID of the whole GPU. cuDeviceGetUuid_v2 would distinguish them, but NCCL
-    refuses them as one GPU ("Duplicate GPU detected"), because NCCL compares PCI bus ids.
+    Instances of a divided GPU (MIG) get the UUID of the whole GPU. cuDeviceGetUuid_v2 would distinguish the instances.
+    But NCCL compares PCI bus ids, takes two instances for one GPU, and refuses them ("Duplicate GPU detected").
     """
     device, digits = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
@@ -74,10 +74,10 @@ def uuid(number: int) -> str:
 
 
 def is_done(event: int) -> bool:
-    """Whether the GPU has reached an event. Raises EngineError if it has failed.
+    """Return whether the GPU has reached an event. Raises EngineError if the GPU has failed.
 
-    The runtime's cudaEventQuery leaves "not ready" as the last error, which other libraries of the process then find:
-    https://github.com/pytorch/pytorch/issues/18584. The driver has no last error.
+    This calls the driver, because the runtime's cudaEventQuery stores "not ready" as the last error of the process, and
+    other libraries then report this error: https://github.com/pytorch/pytorch/issues/18584.
     """
     status = _library(ctypes.CDLL).cuEventQuery(ctypes.c_void_p(event))
     if status not in (0, _NOT_READY):
@@ -86,14 +86,14 @@ def is_done(event: int) -> bool:
 
 
 def write_number(address: int, number: int, words: int, stream: int) -> None:
-    """Enqueue the write of an integer of `words` words of 32 bits to GPU memory. No host memory is used."""
+    """Enqueue a write of the integer `number` to GPU memory, as `words` words of 32 bits. Uses no host memory."""
     for word in range(words):
         _call("cuMemsetD32Async", ctypes.c_uint64(address + 4 * word), ctypes.c_uint(number >> 32 * word & 0xFFFFFFFF),
               ctypes.c_size_t(1), ctypes.c_void_p(stream))
 
 
 def record_in_context(context: int, event: int) -> None:
-    """Record an event after all work that is enqueued in a CUDA context. The driver has it from version 12.5 on."""
+    """Record an event after all work enqueued so far in a CUDA context. Needs a driver for CUDA 12.5 or later."""
     _call("cuCtxRecordEvent", ctypes.c_void_p(context), ctypes.c_void_p(event))
 
 
@@ -111,7 +111,7 @@ def _check(name: str, status: int) -> None:
 
 @cache
 def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
-    """The initialised driver, as a CDLL, whose calls release Python's lock, or as a PyDLL, whose calls keep it.
+    """Return CUDA's driver, initialised. `kind`: CDLL, whose calls release the GIL, or PyDLL, whose calls keep it.
 
     Raises EngineError: The driver cannot be loaded or initialised.
     """
@@ -131,10 +131,10 @@ _NVRTC = {12: ("nvidia-cuda-nvrtc-cu12", "gpu"), 13: ("nvidia-cuda-nvrtc", "gpu1
 
 
 def load_nvrtc(cuda: int) -> None:
-    """Make libnvrtc of this CUDA version (12 or 13) known to the process, under the name by which cupy opens it.
+    """Load libnvrtc of this CUDA version (12 or 13) into the process, so that cupy can open it by its name.
 
-    cupy 13 looks for libnvrtc only where the dynamic linker does, which does not search wheels; cupy 14 finds wheels.
-    Does nothing if the linker finds libnvrtc. May be called again.
+    cupy 13 finds libnvrtc only by the dynamic linker, which does not search wheels. cupy 14 searches them. Does nothing
+    if the linker finds libnvrtc. May be called again.
 
     Raises OSError: libnvrtc is not installed. The message says how to install it.
     """

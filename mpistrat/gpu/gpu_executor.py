@@ -1,8 +1,8 @@
-"""Executes negotiated entries of GPU tensors: enqueues their work, and completes their handles.
+"""Executes the collectives on GPU tensors that the ranks have agreed on: enqueues the work, and completes the handles.
 
-The ranks choose the backend together before their first collective, when each of them knows its GPU. All-gathers,
-reduce-scatters and all-to-alls are executed one by one. The sizes of their results depend on other ranks, so the ranks
-exchange their numbers of rows over the host.
+The ranks choose the backend together before their first collective on GPU tensors. All-gathers, reduce-scatters and
+all-to-alls are not fused. Before an all-gather or an all-to-all the ranks exchange their numbers of rows over the data
+plane for CPU tensors, because the size of the result depends on these numbers.
 """
 
 import logging
@@ -46,7 +46,7 @@ Run = Callable[["Work"], None]  # Enqueues the work of an entry.
 
 @dataclass(slots=True)
 class Work:
-    """An entry, its tensors, memory for its results, and the function that enqueues it (None: fused with others)."""
+    """An entry, its tensors, memory for its results, and the function that enqueues it (None: the entry is fused)."""
 
     entry: Entry
     tensors: GpuTensors
@@ -54,13 +54,13 @@ class Work:
     run: Run | None
 
     def targets(self, shapes: Sequence[tuple[int, ...]]) -> list[GpuArray]:
-        """The results, which have these shapes, as arrays."""
+        """Return the memory for the results as arrays with these shapes."""
         return list(map(GpuArray, self.made.addresses, shapes, self.tensors.dtypes, self.made.results))
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Entries that were enqueued together at the time `since`, and are complete after the events `ends`."""
+    """Entries that were enqueued together at the time `since`. They are complete after the events `ends`."""
 
     works: list[Work]
     ends: list[GpuEvent]
@@ -69,13 +69,13 @@ class Batch:
     is_complete: bool = False  # Whether the handles are complete.
 
     def complete(self) -> None:
-        """Complete the handles, unless they are complete."""
+        """Complete the handles of the entries. May be called twice."""
         if not self.is_complete:
             self.is_complete = True
             complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
     def release(self) -> None:
-        """Drop memory that the GPU may still use, if it is reused in the order of streams that wait for the end."""
+        """Drop tensors and results that the GPU may still use, of entries whose memory is reused only after `ends`."""
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
@@ -84,26 +84,26 @@ class Batch:
 
 
 def tensors_in(entry: Entry) -> GpuTensors:
-    """The tensors of an entry that are on the GPU. An all-to-all also has splits on the host."""
+    """Return the GPU tensors of an entry. An all-to-all also has splits, which are on the host."""
     arrays: Any = entry.arrays
     tensors: GpuTensors = arrays if type(arrays) is GpuTensors else arrays[0]
     return tensors
 
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
-    """Remove and yield the batches at the front that the GPU has finished, except the last `but` batches."""
+    """Remove and yield the first batches that the GPU has finished. Keeps at least the last `but` batches."""
     while len(batches) > but and False not in [end.done for end in batches[0].ends]:
         yield batches.popleft()
 
 
 class GpuExecutor(DeviceExecutor):
-    """Executes lists of entries that are the same on all ranks. See interfaces.DeviceExecutor. One thread at a time.
+    """Executes collectives on GPU tensors, see interfaces.DeviceExecutor. For one thread at a time.
 
     Args:
         host: The data plane for CPU tensors of these ranks.
         settings: The same on all ranks.
-        observer: Gets the entries that are complete.
-        clock: Seconds, from any origin.
+        observer: Its `add` is called for each complete entry.
+        clock: Returns the time in seconds, from any origin.
     """
 
     def __init__(self, topology: Topology, host: DataPlane, settings: Settings, observer: Observer,
@@ -193,7 +193,7 @@ class GpuExecutor(DeviceExecutor):
         self._release(but=1)
 
     def _due(self, list_: BucketList, batch: Batch) -> Iterator[list[Batch]]:
-        """The batches of a list that streams wait for together, now that this one is enqueued."""
+        """Add the enqueued `batch` to its list. Yield the list's batches when all buckets of the list are enqueued."""
         enqueued = self._lists.setdefault(list_, {})
         for work in batch.works:
             assert work.tensors.bucket is not None, "it is in a list"
@@ -205,7 +205,7 @@ class GpuExecutor(DeviceExecutor):
             yield list(dict.fromkeys(self._lists.pop(list_).values()))
 
     def _await_in_streams(self, device: GpuDevice, batches: Sequence[Batch]) -> None:
-        """Make the reading streams wait for these batches, and complete the handles."""
+        """Make the streams that read the results wait for these batches, and complete the handles."""
         left = [batch for batch in batches if not batch.is_complete]
         ends = last_of_streams([end for batch in left for end in batch.ends])
         works = [work for batch in left for work in batch.works]
@@ -240,13 +240,13 @@ class GpuExecutor(DeviceExecutor):
         return finished
 
     def _release(self, but: int = 0) -> None:
-        """Free memory that the GPU does not use any more. Does not look at the last `but` batches."""
+        """Free the memory of the batches in `kept` that the GPU has finished. Leaves the last `but` batches."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
             self._end(batch)
 
     def _end(self, batch: Batch) -> None:
-        """Complete a batch that the GPU has finished, and report it to the observer. Its end is the present time."""
+        """Complete a batch that the GPU has finished. Report its entries to the observer, with this moment as end."""
         batch.complete()
         ended = time.monotonic_ns()
         for work in batch.works:
@@ -335,7 +335,7 @@ class GpuExecutor(DeviceExecutor):
             logger.info("rank %d: checks of the GPU path: %s", self._topology.job_rank, "; ".join(self.findings[1:]))
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Reduce known numbers by NCCL. If a rank gets wrong results, stop using NCCL. Return whether NCCL is used."""
+        """Reduce known numbers by NCCL. If a rank gets wrong results, all ranks stage. Return whether NCCL is used."""
         self._proof = Proof(device, self._staged, self._host, self._exchange, self._topology)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
@@ -352,7 +352,7 @@ class GpuExecutor(DeviceExecutor):
         return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Return whether handles are done when their work is enqueued, since streams wait. Local: ranks may differ."""
+        """Return whether streams wait for results in place of the host. Tests this first. Local: ranks may differ."""
         # Ranks in two process sets may enqueue the collectives of the two sets in different orders. If streams waited
         # for both, one set could wait for the other on one rank, and the other way round on another rank.
         if not self._settings.uses("stream_order") or not nccl.is_alone:
@@ -424,9 +424,9 @@ class GpuExecutor(DeviceExecutor):
     # -- entries that are executed one by one --------------------------------------------------------------------------
 
     def _planned(self, entry: Entry, tensors: GpuTensors) -> tuple[Sequence[Shape], Run | None]:
-        """The shapes of an entry's results, and what enqueues it; None: it is fused. Collective, over the host.
+        """Return the shapes of the results, and a function that enqueues the entry; None if it is fused. Collective.
 
-        Raises InvalidRequestError: On all ranks, if the splits of an all-to-all do not match its rows.
+        Raises InvalidRequestError: The splits of an all-to-all do not match its rows. On all ranks.
         """
         kind = entry.request.kind
         if kind is CollectiveType.ALLGATHER:

@@ -1,8 +1,8 @@
-"""Backend for GPU arrays over NCCL. All calls only enqueue work; the host never waits. Used by the engine's thread.
+"""Backend for GPU arrays over NCCL. All calls only enqueue work, and the host never waits. For the engine's thread.
 
-NcclData chooses the wire format and the communicator of each collective. An NcclStream is one communicator with its
-pipeline: the NCCL calls of each collective, and the copies before and after them. Buckets are packed and unpacked on
-one stream, and reduced on another, with events in between. One fusion buffer is packed while the other one is reduced.
+NcclData chooses the wire format and the communicator of each collective. An NcclStream has one communicator, and
+enqueues each NCCL call with the copies before and after it. Buckets are packed and unpacked on one CUDA stream, and
+reduced on a second one. Events order the two streams. One fusion buffer is packed while the other one is reduced.
 Collectives without copies use only the second stream.
 """
 
@@ -42,7 +42,7 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class WireFormat(NamedTuple):
-    """How elements are sent: each is `parts` numbers of dtype `memory`, which are converted to `dtype`."""
+    """How an element is sent: as `parts` numbers. They have the dtype `memory` in the tensor, and `dtype` when sent."""
 
     memory: str
     dtype: str
@@ -54,7 +54,7 @@ class WireFormat(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of a number on the wire."""
+        """The bytes of one number as it is sent."""
         return _itemsize(self.dtype)
 
     @property
@@ -69,7 +69,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | None:
-    """The format in which NCCL can reduce `dtype`; None if it cannot. Wider floats are sent as `wire_dtype`."""
+    """Return the format in which NCCL can reduce `dtype`; None if it cannot. Wide floats become `wire_dtype`."""
     if wire_dtype and dtype in _WIDE:
         return WireFormat(dtype, wire_dtype)
     if dtype in DTYPES:
@@ -85,7 +85,7 @@ def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | 
 
 
 class NcclReduction(NamedTuple):
-    """A reduction by NCCL: multiply by `prescale`, reduce with the number `operation`, and apply `scale`."""
+    """A reduction by NCCL: multiply by `prescale`, reduce by NCCL's `operation`, and apply `scale` to the result."""
 
     operation: int
     prescale: float
@@ -93,9 +93,9 @@ class NcclReduction(NamedTuple):
 
 
 def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: int) -> NcclReduction:
-    """Return how NCCL does `reduction` among `size` ranks. An average without another scale is NCCL's ncclAvg.
+    """Return how NCCL does `reduction` among `size` ranks. `version`: NCCL's version code.
 
-    While ranks wait in join(), an average divides by fewer ranks than the communicator has, and is a scaled sum.
+    An average of floats without other factors is ncclAvg, but a scaled sum while some ranks wait in join().
     """
     scale = reduction.scale
     if (reduction.op is ReduceOp.SUM and 1 < size == scale.divisor and (reduction.prescale, scale.factor) == (1.0, 1.0)
@@ -108,7 +108,7 @@ def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: i
 
 
 class NcclStream:
-    """A communicator of all ranks, two streams and two fusion buffers, reserved for this object."""
+    """A communicator of all ranks, with two CUDA streams and two fusion buffers. No other object uses them."""
 
     def __init__(self, device: GpuDevice, communicator: NcclCommunicator, buffers: Sequence[GpuArray]):
         self._device, self.communicator, self.buffers = device, communicator, list(buffers)
@@ -126,24 +126,24 @@ class NcclStream:
         self._awaited, self._begun = events, []
 
     def finish(self) -> list[GpuEvent]:
-        """Return events after all work enqueued since `wait_for`."""
+        """Enqueue the last unpacking. Return events that follow all work enqueued since `wait_for`."""
         self._unpack_pending()
         return [self._device.record(stream) for stream in self._begun]
 
     def last_events(self) -> list[GpuEvent]:
-        """Return events after all work. A bucket that is not unpacked yet never will be."""
+        """Return events that follow all enqueued work. Unlike `finish`, this enqueues no unpacking."""
         return [self._device.record(stream) for stream in (self._reductions, self._copies)]
 
     def reduce_directly(self, source: int, target: int, count: int, wire: WireFormat, operation: int,
                         nbytes: int) -> None:
-        """Reduce `count` numbers, of `nbytes` bytes, without a fusion buffer: NCCL uses the memory of the tensor."""
+        """All-reduce `count` numbers (`nbytes` bytes) from address `source` to `target`. Uses no fusion buffer."""
         self._begin(self._reductions)
         self.communicator.allReduce(source, target, count, DTYPES[wire.dtype], operation, self._reductions.ptr)
         self._guard(target, nbytes)
 
     def reduce_packed(self, sources: Sequence[int], targets: Sequence[int], copies: FusedCopies, wire: WireFormat,
                       reduction: NcclReduction) -> None:
-        """Reduce tensors at these addresses, which fit into one fusion buffer, by packing them into it."""
+        """All-reduce the tensors at these addresses in a fusion buffer, into which all of them must fit."""
         buffer = self._next_buffer()
 
         self._run(lambda: self._pack(copies.to_buffer(sources, buffer), wire, reduction),
@@ -152,7 +152,7 @@ class NcclStream:
                   lambda: self._unpack(copies.from_buffer(buffer, targets), wire, reduction))
 
     def gather(self, rank: int, source: int, target: int, sizes: Sequence[int]) -> None:
-        """Concatenate the ranks' bytes at `target`. Rank r has `sizes[r]` bytes."""
+        """Concatenate the bytes of all ranks at the address `target`, in rank order. Rank r has `sizes[r]` bytes."""
         if not any(sizes):
             return
         self._begin(self._reductions)
@@ -169,7 +169,7 @@ class NcclStream:
         self._guard(target, sum(sizes))
 
     def broadcast(self, sources: Sequence[GpuArray], targets: Sequence[GpuArray], root_rank: int) -> None:
-        """Write the root's `sources` to `targets`, as one NCCL operation."""
+        """Copy the `sources` of rank `root_rank` to the `targets` of all ranks, in one NCCL group."""
         self._begin(self._reductions)
         filled = [(source, target) for source, target in zip(sources, targets, strict=True) if source.nbytes]
         with self._device.nccl_group():
@@ -181,7 +181,7 @@ class NcclStream:
 
     def reduce_scatter(self, rank: int, source: GpuArray, target: GpuArray, counts: Sequence[int], wire: WireFormat,
                        reduction: NcclReduction) -> None:
-        """Reduce `source` and keep this rank's part. Rank r's part has `counts[r]` elements."""
+        """Reduce `source`, and write the part of this rank to `target`. The part of rank r has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
         input_address, itemsize = source.address if is_direct else self._next_buffer(), wire.itemsize
@@ -218,7 +218,7 @@ class NcclStream:
                 copies(parts[rank]).from_buffer(output_address, [target.address]), wire, reduction))
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Send rank r the next `sent[r]` bytes at `source`, and receive `received[r]` bytes from it at `target`."""
+        """Send the next `sent[r]` bytes at `source` to rank r. Receive `received[r]` bytes from rank r at `target`."""
         if not (any(sent) or any(received)):
             return
         self._begin(self._reductions)
@@ -235,7 +235,7 @@ class NcclStream:
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
     def _next_buffer(self) -> int:
-        """The address of a buffer. The stream unpacks the former bucket of a buffer before it packs the next one."""
+        """Return the address of the next fusion buffer. The stream unpacks its old bucket before it packs a new one."""
         self._turn += 1
         return int(self.buffers[self._turn % BUFFERS].address)
 
@@ -280,7 +280,7 @@ class NcclStream:
 
 
 class NcclData(GpuBackend):
-    """Collectives over communicators that are reserved for this object.
+    """Collectives by NCCL. No other object may use the communicators and the buffers.
 
     NCCL sums half precision in half precision, with one rounding per rank. NCCL chooses the order of a sum, the same on
     all ranks.
@@ -288,9 +288,9 @@ class NcclData(GpuBackend):
     Args:
         communicators: One for each NcclStream. `close` destroys them.
         buffers: Two fusion buffers of `buffer_bytes` for each NcclStream.
-        buffer_bytes: Bytes of a fusion buffer.
+        buffer_bytes: The size of a fusion buffer in bytes.
         version: NCCL's version code.
-        is_alone: Whether no other group of ranks uses NCCL on the GPU of one of these ranks.
+        is_alone: Whether no other process set uses NCCL on the GPU of any of these ranks.
     """
 
     def __init__(self, device: GpuDevice, rank: int, size: int, communicators: Sequence[NcclCommunicator],
@@ -303,7 +303,7 @@ class NcclData(GpuBackend):
         self._turn, self._lock = 0, Lock()
 
     def guard_results(self) -> None:
-        """From now on turn results into NaN if the communicators are revoked or aborted before they are complete."""
+        """From now on, fill results with NaN if a revoke or an abort comes before the results are complete."""
         self._lost = self._device.pinned(4)
         self._lost[:] = 0
         for stream in self._streams:

@@ -1,11 +1,11 @@
-"""Checks of the GPU path on the machine where it runs: that streams wait, known numbers, and then the first buckets.
+"""Checks in each job that streams wait, that NCCL sums known numbers right, and that its first results equal the CPU's.
 
 Streams, drivers, NCCL and the link between two GPUs may be faulty on untested machines: a stream may not wait, or an
-IOMMU may corrupt reads from the other GPU. Used within `GpuDevice.current()`.
+IOMMU may corrupt reads from the other GPU. Call the functions within `GpuDevice.current()`.
 
-A collective is complete when it is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. Later work
-that does not wait would read wrong numbers. A check proves nothing if the awaited work is over too early. So a check
-looks whether the awaited work still runs, and has a second stream that waits for nothing, which must read too early.
+A handle is complete when its work is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. A stream
+that does not wait would therefore read wrong numbers. A check of a stream counts only if the awaited work still runs
+when the stream begins to wait. A second stream, which does not wait, must then read the old numbers.
 """
 
 import time
@@ -42,20 +42,20 @@ Kind = tuple[str, ReduceOp, str]  # dtype, operation, dtype on the wire
 
 
 class RefutedError(EngineError):
-    """Work that should have waited for other work has not."""
+    """A stream has not waited: its work has read memory before the awaited work was complete."""
 
 
 class UnprovenError(EngineError):
-    """The awaited work was always over too early: it is not known whether work waits."""
+    """A check of a stream has no result, because the awaited work was always complete too early."""
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error for a log message."""
+    """Return the text of an error for a log message: one line of at most 300 characters."""
     return " ".join(str(error).split())[:300]
 
 
 class Race(NamedTuple):
-    """The findings of a check."""
+    """The findings of one race between work and a stream that should wait for the work."""
 
     read: float  # The number that was read by work that should wait.
     right: float  # The number that this work must read.
@@ -64,10 +64,10 @@ class Race(NamedTuple):
 
 
 def prove(race: Callable[[int], Race]) -> None:
-    """Run a race until it proves that work waits, or raise one of the errors above. Local; takes a second at most.
+    """Repeat a race until it proves that a stream waits. Raise RefutedError or UnprovenError if it does not. Local.
 
-    `race`: Called with the amount of work, 40 or more copies or kernels of about a tenth of a millisecond, and twice as
-    many each time.
+    `race`: Gets the number of copies or kernels that the stream should wait for: 40, and twice as many each time. No
+    race starts later than a second after the first one.
     """
     work, began = _LEAST_WORK, time.monotonic()
     while True:
@@ -84,13 +84,13 @@ def prove(race: Callable[[int], Race]) -> None:
 
 def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes: int, after: GpuEvent,
               copies: int) -> tuple[GpuEvent, np.ndarray, GpuEvent]:
-    """Copy `source` to `between`, `copies` times, and then `between` to `target`, on a new stream.
+    """Copy `source` to `between`, `copies` times, and then `between` to `target`, on a new stream. Only enqueues.
 
     `target`, `between`, `source`: Addresses of GPU memory. `after`: An event that the new stream waits for.
 
     Returns:
-        An event at the end; the first four bytes of the target, as read by a stream that does not wait for that event;
-        and an event after which these bytes have been read.
+        The event at the end of these copies; an array that gets the first four bytes of `target` from a second stream,
+        which does not wait for these copies; and the event after which the array has the bytes.
     """
     ours, unordered, read = device.stream(), device.stream(), device.pinned(4)
     for stream in (ours, unordered):
@@ -103,9 +103,9 @@ def late_copy(device: GpuDevice, target: int, between: int, source: int, nbytes:
 
 
 def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
-    """Prove that a stream begins its work only after an event that it waits for, or raise EngineError. Local.
+    """Check that a stream begins its work only after an event that it waits for. Raise EngineError if not. Local.
 
-    `buffer`: GPU memory that is not in use. If it is too small, memory is allocated.
+    `buffer`: GPU memory that is not in use. If it is too small, the check allocates memory.
     """
     nbytes, theirs = device.checked_bytes, device.stream()
     memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
@@ -133,7 +133,7 @@ def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
 
 
 class Shadow(NamedTuple):
-    """A tensor that is reduced on the GPU and on the CPU."""
+    """The result of the CPU for one tensor, to be compared with the result of the GPU."""
 
     name: str
     expected: np.ndarray
@@ -143,7 +143,7 @@ class Shadow(NamedTuple):
 
 
 class Proof:
-    """Compares results of NCCL with right results. Used by the engine's thread. All methods are collective.
+    """Compares results of NCCL with right results. Only the engine's thread uses it. All methods are collective.
 
     `staged` copies tensors to the host, and `host` reduces them there.
     """
@@ -157,7 +157,7 @@ class Proof:
     # -- known numbers ------------------------------------------------------------------------------------------------
 
     def refusals(self, nccl: NcclData) -> str:
-        """Reduce known numbers. Return the ranks with wrong results and the first of these; "" if all are right."""
+        """Reduce known numbers by NCCL. Return a text with the first wrong result of each rank; "" if all are right."""
         try:
             # All four reductions, since the other ranks take part in each of them.
             found = [self._wrong(nccl, np.dtype(dtype), divisor) for dtype in (np.float32, np.float16)
@@ -207,9 +207,9 @@ class Proof:
     # -- the first buckets --------------------------------------------------------------------------------------------
 
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
-        """Whether a kind is trusted. If not, wait, and reduce the bucket on the CPU before the GPU may overwrite it.
+        """Return whether this kind of reduction is trusted. If not, first reduce the bucket on the CPU, for `compare`.
 
-        `bucket`: For each tensor the name, the tensor itself, and the address of its result.
+        A kind is trusted after two buckets. `bucket`: For each tensor its name, the tensor, and the result's address.
         """
         if self._done[kind] >= _SHADOWS:
             return True
@@ -231,9 +231,9 @@ class Proof:
         return False
 
     def compare(self, ends: Sequence[GpuEvent]) -> None:
-        """Compare results of the GPU, which are complete after `ends`, with those of the CPU. Waits if there are any.
+        """Wait for the events `ends`, and compare the GPU's results with those that `trusts` has computed on the CPU.
 
-        Raises EngineError: On all ranks, if results differ on a rank.
+        Does nothing if `trusts` has computed none. Raises EngineError: Results differ on some rank. On all ranks.
         """
         if not self._shadows:
             return
@@ -261,12 +261,12 @@ class Proof:
 
 
 def _known(places: np.ndarray, rank: int) -> np.ndarray:
-    """Whole numbers whose sum over a thousand ranks is exact in half precision."""
+    """Return whole numbers that differ by rank. Their sum over a thousand ranks is exact in half precision."""
     return np.asarray((places * 7 + rank * 3) % 5 - 2.0)
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value that is finite."""
+    """Return the largest finite absolute value in `values`; 0 if there is none."""
     absolute = np.abs(_wide(values))
     return float(absolute.max(initial=0, where=np.isfinite(absolute)))
 

@@ -1,10 +1,10 @@
-"""Horovod's module paths below mpistrat, all of `horovod` in programs that are not edited, and horovod.run.
+"""Imports of Horovod's modules, as `mpistrat.X` and as `horovod.X`, and mpistrat.run, which is Horovod's horovod.run.
 
-`install` adds Horovod's paths below mpistrat to Python's import, for programs whose `import horovod.X` became `import
-mpistrat.X`. `install_horovod` adds `horovod` itself; the package in mpistrat/horovod/path calls it. A module of Horovod
-is a thin module with the names of a module of mpistrat. It is not that same module object, because Python would then
-give the module another name. A path without a counterpart raises ImportError with the reason, because programs use
-ImportError to find out whether Horovod has a feature.
+`install` makes Horovod's modules importable as `mpistrat.X`, for programs whose imports have been edited.
+`install_horovod` makes them importable as `horovod.X`, for programs that are not edited. The package in
+mpistrat/horovod/path calls it. Each imported module is a new module object with the names of a module of mpistrat. It
+is not the module of mpistrat itself, because the import would rename that module. If mpistrat has no counterpart, the
+import raises ImportError with the reason, because programs use ImportError to find out whether Horovod has a feature.
 """
 
 import importlib
@@ -58,16 +58,16 @@ _KERAS_2 = "If the program is for Keras 2 and you cannot edit it, run: mpistrat 
 
 
 def install() -> None:
-    """Let Python's import find Horovod's paths below mpistrat. mpistrat/__init__.py calls this function."""
+    """Make Horovod's modules importable as `mpistrat.X`. mpistrat/__init__.py calls this function."""
     missing_names.modules.update(f"{_OURS}.{path}" for path in _BOTH)
     if not any(isinstance(finder, _BelowMpistrat) for finder in sys.meta_path):
         sys.meta_path.append(_BelowMpistrat())
 
 
 def install_horovod(package: str) -> Callable[[str], Any]:
-    """Let Python's import find the modules below `package`, and return its __getattr__.
+    """Make the modules `horovod.X` importable, and return the __getattr__ function of `package`.
 
-    HOROVOD_ variables are renamed to MPISTRAT_ variables; see take_horovods.
+    Also renames HOROVOD_ variables in the environment to MPISTRAT_ variables; see take_horovods.
     """
     take_horovods(os.environ)
     sys.meta_path.append(_BelowHorovod())
@@ -86,7 +86,7 @@ def install_horovod(package: str) -> Callable[[str], Any]:
 
 
 class _BelowMpistrat(MetaPathFinder):
-    """Finds Horovod's paths below mpistrat. Last among Python's finders, so it never sees mpistrat's own modules."""
+    """Finds Horovod's modules as `mpistrat.X`. Python asks it only for modules that no earlier finder has found."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
                   ) -> ModuleSpec | None:
@@ -121,7 +121,7 @@ class _BelowHorovod(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Fills a new module with names of other modules."""
+    """Fills a new module with the names of one module of mpistrat, or with single names of several modules."""
 
     def __init__(self, source: _Source):
         self._source = source
@@ -151,9 +151,9 @@ class _Loader(Loader):
 
 
 def check_extension(ext_name: str, ext_env_var: str = "", pkg_path: str = "", *args: object) -> None:
-    """Do nothing. In Horovod it raises ImportError if a part was not built; mpistrat has no parts to build.
+    """Do nothing. Horovod's function raises ImportError if an extension was not built. mpistrat has no extensions.
 
-    Local; the arguments are Horovod's.
+    Local. The arguments are those of Horovod's function.
     """
 
 
@@ -163,7 +163,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(values: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
-    """Split a list into `num_parts` parts in order. The first parts may be longer by one; empty parts are omitted."""
+    """Split a list into `num_parts` parts. The first parts may have one element more. Empty parts are left out."""
     size, more = divmod(len(values), num_parts)
     ends = [part * size + min(part, more) for part in range(num_parts + 1)]
     return [values[start:end] for start, end in pairwise(ends) if end > start]
@@ -185,11 +185,11 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
 
     It returns when all ranks have ended. Any thread may call it, in a process that is not a rank. The output of the
     ranks goes to the output of this process. Function, arguments and results are pickled, with cloudpickle if it is
-    installed; without cloudpickle the function must be in a module that the ranks can import.
+    installed. Without cloudpickle the function must be in a module that the ranks can import.
 
-    The pickled data go through a temporary directory of this host (TMPDIR). With several hosts, either all hosts share
-    the directory, or this host has a rank. Without a shared directory the traceback of a rank on another host is in the
-    job's output only.
+    The pickled data are files in a temporary directory of this host (TMPDIR). With several hosts, either all hosts must
+    share this directory, or this host must have a rank. If a rank on a different host does not share the directory, its
+    traceback is only in the output.
 
     Args:
         func: Called on each rank, after init(). If `func` calls init() again, that call does nothing.
@@ -205,16 +205,16 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         mpi_args: More options for mpirun, in one string.
         executable: The Python interpreter of the ranks; default: the interpreter of this process.
         network_interface: The interface for MPI and NCCL on all hosts. `network_interfaces` is another name.
-        ssh_port, ssh_identity_file: For ssh to the other hosts (Open MPI only).
+        ssh_port, ssh_identity_file: The port and the key file of ssh to the other hosts (Open MPI only).
         disable_cache, use_mpi: Accepted for compatibility with Horovod, ignored.
         min_num_proc, max_num_proc, min_np, max_np, slots, reset_limit, cooldown_range, host_discovery_script, use_gloo:
-            Not supported: a value raises LaunchError. They are for Horovod's elastic jobs and for Gloo.
+            Not supported, because they are for elastic jobs and for Gloo in Horovod. A value raises LaunchError.
 
     Raises:
         LaunchError: The job cannot be started with these arguments, this process is a rank itself, or the function
             cannot be pickled.
-        RunError: The function has raised an exception on a rank, or a rank has ended without a result. The whole job
-            has ended. The text has the traceback of the rank. `__cause__` is the exception itself, if it can be
+        RunError: The function has raised an exception on a rank, or a rank has ended without a result. All ranks have
+            then ended. The text has the traceback of the exception. `__cause__` is the exception itself if it can be
             pickled.
     """
     elastic = {"min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "min_np": min_np, "max_np": max_np,

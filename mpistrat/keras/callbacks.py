@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 class BroadcastGlobalVariablesCallback(Callback):
     """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
 
-    When training begins the callback builds the optimizer and broadcasts all existing variables. A model without an
-    Input layer creates its weights in the first batch, and the callback broadcasts them after that batch. It also
-    broadcasts the statistics of Normalization layers and the state of other optimizers in public attributes of the
-    model (a GAN). Random states of layers such as Dropout are not broadcast: with
-    keras.utils.set_random_seed(seed + rank()) the ranks drop different units. The callback logs a warning if each rank
-    trains alone: the optimizer is not distributed, or the steps of the first epoch do not communicate.
+    When training begins, the callback builds the optimizer and broadcasts all existing variables. A model without an
+    Input layer creates its weights in the first batch, and the callback broadcasts these weights after that batch. The
+    broadcast includes the statistics of Normalization layers, and the state of further optimizers in public attributes
+    of the model (a GAN). It does not include the random states of layers such as Dropout, so ranks that call
+    keras.utils.set_random_seed(seed + rank()) drop different units. The callback logs a warning if each rank trains
+    alone: the optimizer is not distributed, or the steps of the first epoch do not communicate.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -51,8 +51,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     Attributes:
         local: The variables that are not broadcast.
         process_set: The process set of the constructor.
-        first_steps: The checks that the ranks have equal weights in the first reductions of each optimizer. The checks
-            begin after the broadcast. Set by fit.
+        first_steps: Checks, set by fit, that compare the weights of the ranks in the first reductions of each
+            optimizer. The checks begin after the broadcast.
         has_users_own: Whether fit has callbacks of user-defined classes, which may average weights. Set by fit.
     """
 
@@ -104,7 +104,7 @@ class BroadcastGlobalVariablesCallback(Callback):
             self._warn(before)  # Again, at the end of the output
 
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
-        """Return the weights and the optimizer's state; after the first batch also the state of other optimizers."""
+        """Return the weights and the optimizer's state; with `has_begun`, also the state of further optimizers."""
         optimizer = self.model.optimizer
         found = [*weights_of(self.model), *(variables_of(optimizer) if optimizer is not None else ())]
         if has_begun:
@@ -117,9 +117,9 @@ class BroadcastGlobalVariablesCallback(Callback):
             broadcast_state(self.model, variables, self.root_rank, self.process_set)
 
     def _look_for_averaging(self) -> None:
-        """Warn now if the train step and the optimizer are Keras' own, which average nothing.
+        """Warn now if nothing can average: neither the train step, the optimizer nor a callback is user-defined.
 
-        Otherwise, and if a callback may average weights by hand, `_require_averaging` decides after the first epoch.
+        If user-defined code may average, let `_require_averaging` decide after the first epoch.
         """
         model = self.model
         self._why, self._advice, self._executed = "", "", None
@@ -139,7 +139,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._executed = _executed()
 
     def _require_averaging(self) -> None:
-        """Warn if no operation has averaged in the first epoch, including the callbacks at the epoch's end."""
+        """Warn if no operation in the first epoch, or in the callbacks at its end, can have averaged anything."""
         if self._executed is not None and self._executed == _executed():
             self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
                        "the tape of a train_step in hvd.DistributedGradientTape.")
@@ -156,7 +156,7 @@ _uncounted = 0
 
 
 def uncounted(communicate: Callable[[], None]) -> None:
-    """Call a function whose operations average neither gradients nor weights."""
+    """Call a function, and do not count its operations in `_executed`, because they average no gradients or weights."""
     global _uncounted
     before = _executed()
     communicate()
@@ -164,12 +164,12 @@ def uncounted(communicate: Callable[[], None]) -> None:
 
 
 def _executed() -> int:
-    """Return the number of operations that this rank has executed and that may average, in all its process sets."""
+    """Return how many operations this rank has executed in all its process sets, without those of `uncounted`."""
     return sum(group.executed for group in runtime.current().registry.groups.values()) - _uncounted
 
 
 def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank: int, process_set: ProcessSet) -> None:
-    """Broadcast variables of a model and of its optimizers, with the arguments of broadcast_variables. Collective."""
+    """Broadcast `variables`, and the state of sharded optimizers that has been loaded on the root. Collective."""
     broadcast_(variables, root_rank, name_in_fit(model, "broadcast_variables", process_set), process_set)
     for layer in all_layers(model):
         if is_of_keras(layer, "Normalization"):
@@ -182,17 +182,17 @@ class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their averages over the ranks. Collective.
 
     Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that they get the
-    same numbers on all ranks. Arrays, such as a number for each class, are averaged element by element. If only some
-    ranks have validation data, the metrics that only these ranks have are not averaged, and rank 0 logs a warning.
-    Rank 0 also logs a warning if the ranks validate on different numbers of batches.
+    same numbers on all ranks. An array, such as a metric with a number for each class, is averaged element by element.
+    If only some ranks have validation data, the validation metrics are not averaged, and rank 0 logs a warning. Rank 0
+    also logs a warning if the ranks validate on different numbers of batches, unless `weighted=True`.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` each
     rank's value is weighted by the number of rows that the rank has trained on in the epoch. Metrics that begin with
     `val_` are weighted by the number of rows in the rank's latest validation. Padding and sample weights do not change
-    these numbers. For means over rows, such as loss and accuracy without sample weights, the result is the metric over
-    the rows of all ranks. For other metrics, such as AUC, it is an approximation. The callback counts the rows in the
-    model's `train_step` and `test_step`, so the first fit traces these methods again. Under MPIStrategy the metrics
-    cover all ranks already, and no rows are counted.
+    the numbers of rows. For means over rows, such as loss and accuracy without sample weights, the result is the metric
+    over the rows of all ranks. For other metrics, such as AUC, the result is an approximation. The callback counts the
+    rows in the model's `train_step` and `test_step`, so the first fit traces these methods again. Under MPIStrategy the
+    metrics cover all ranks already, and no rows are counted.
 
     Args:
         device: Accepted for compatibility with Horovod, ignored.
@@ -200,8 +200,8 @@ class MetricAverageCallback(Callback):
         weighted: Weight by rows. All ranks must pass the same value.
 
     Raises:
-        ValueError: With `weighted=True`, on every rank at the end of an epoch, if the rows cannot be counted: no rank
-            had any, or batches of a rank have no batch dimension or bypassed `train_step` or `test_step`.
+        ValueError: With `weighted=True`, on every rank at the end of an epoch, if no rank had rows, or if the rows of a
+            rank cannot be counted: its batches have no batch dimension, or bypassed `train_step` or `test_step`.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
@@ -255,10 +255,10 @@ class LearningRateScheduleCallback(Callback):
         multiplier: A function of the epoch, or a constant c, which means c ** (epoch - start_epoch).
         start_epoch: The first epoch in which the callback sets the rate.
         end_epoch: The first epoch in which the callback no longer sets the rate. None: no end.
-        staircase: Set the rate at the beginning of an epoch only; else at every batch, with a fractional epoch.
+        staircase: True: set the rate only when an epoch begins. False: set it at every batch, with a fractional epoch.
         momentum_correction: Scale the momentum of SGD and RMSprop by new / old learning rate, for the batch in which
             the rate changes (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1).
-        steps_per_epoch: Required without staircase if the dataset has no known length.
+        steps_per_epoch: Required with staircase=False if Keras does not know the length of the dataset.
     """
 
     def __init__(self, initial_lr: float, multiplier: Callable[[float], float] | float, start_epoch: int = 0,
@@ -306,11 +306,11 @@ class LearningRateScheduleCallback(Callback):
             self._correct_momentum(new / old)
 
     def _correct_momentum(self, ratio: float) -> None:
-        """Scale the velocities for a learning rate that is `ratio` times the old one.
+        """Multiply the optimizer's velocities by `ratio`, which is new / old learning rate.
 
-        Goyal et al., section 2.1: an optimizer whose velocity v = m v - rate g includes the learning rate multiplies
-        the momentum m by new / old rate in the step of the change. The momentum of a Keras optimizer is a number, hence
-        a constant of the compiled step. So v is multiplied instead, once, which is the same step.
+        In Goyal et al., section 2.1, the velocity is v = m v - rate g. In the step in which the rate changes, the
+        momentum m is multiplied by the ratio. In Keras m is a number, and so a constant of the compiled step. Therefore
+        v is multiplied instead, before that step, with the same result.
         """
         if self._scale_velocities is None:
             # SGD and RMSprop have velocities if they have a momentum; before the first step there are none.
@@ -337,7 +337,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         warmup_epochs: The number of epochs of the warm-up.
         momentum_correction: See LearningRateScheduleCallback.
         steps_per_epoch: See LearningRateScheduleCallback.
-        verbose: With 1, rank 0 prints a line when the warm-up is done.
+        verbose: 1: rank 0 prints a line when the warm-up is done.
     """
 
     def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
@@ -362,8 +362,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
     """A Keras ModelCheckpoint with save_best_only=True and a file path that is set later. Rank 0 writes. Local.
 
-    Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before it, so that "best"
-    is measured over all ranks. With MPIStrategy all ranks must pass it to fit, as any ModelCheckpoint.
+    Set `filepath` before fit: `checkpoint.filepath = "best.keras"`. Put MetricAverageCallback before this callback, to
+    measure "best" over all ranks. With MPIStrategy all ranks must pass this callback to fit, like any ModelCheckpoint.
 
     Args:
         monitor, verbose, save_weights_only, mode, save_freq: As for keras.callbacks.ModelCheckpoint.
@@ -396,5 +396,5 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
             super().on_epoch_end(epoch, logs)
 
     def _writes(self) -> bool:
-        """Return whether this rank calls Keras' writing: rank 0 does, and with MPIStrategy all ranks do."""
+        """Return whether this rank saves: with MPIStrategy all ranks call Keras' code, otherwise only rank 0."""
         return is_under_strategy(self.model) or not runtime.is_initialized() or runtime.current().topology.rank == 0

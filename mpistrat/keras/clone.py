@@ -1,13 +1,13 @@
-"""Copies of optimizers, and the compilation of models that have a distributed one. Called by optimizer.py; local.
+"""Copies of distributed optimizers, and `compile` of models that have a distributed optimizer. Local.
 
-`copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration has plain values
-only, from which Keras makes objects if it knows their classes. So `copy_of` passes on learning rates that are schedules
-or functions, and copies inner optimizers itself.
+`copy_of` makes a new optimizer with the same configuration and without state. A Keras configuration contains only plain
+values, from which Keras makes objects if it knows their classes. So `copy_of` itself hands over learning rates that are
+schedules or functions, and copies inner optimizers.
 
-Keras copies by configurations and files, which name the original class, so that they load without mpistrat. A copy that
-Keras makes in this process is distributed again. The name in a configuration is marked with a function: it distributes
-the optimizer made from the configuration (`from_config`, `deserialize`, `compile_from_config`). pickle and copy get a
-function that distributes the loaded optimizer, or the optimizer of the loaded model.
+Keras itself copies by configurations and files. Both name the original class, so they load without mpistrat. But a copy
+that Keras makes in this process must be distributed again. Therefore the name in a configuration carries a function
+that distributes the optimizer made from the configuration (by `from_config`, `deserialize` or `compile_from_config`).
+pickle and copy get a function that distributes the loaded optimizer, or the optimizer of the loaded model.
 """
 
 import functools
@@ -40,9 +40,9 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
             copies: dict[int, Optimizer] | None = None) -> Any:
     """Return a new optimizer with the configuration of `optimizer`, which is not changed.
 
-    A MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
-    `cls` is a subclass of the original's class; None: the original class, not distributed. `changes` replace values of
-    the configuration. `copies` are those made so far, by the id of the original.
+    `cls` is the class of the copy, a subclass of the original Keras class; None: that Keras class, not distributed.
+    `changes` replace values of the configuration. `copies` has the copies made so far, by the id of the original. A
+    MultiOptimizer that gets its optimizers from a function shares the function, and so the optimizers, with its copy.
     """
     original = original_class(type(optimizer))
     cls, copies = cls or original, {} if copies is None else copies
@@ -67,7 +67,7 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
 
 
 def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, object]) -> Any:
-    """Return a Keras 2 optimizer with the configuration and variables of `optimizer`, which is not changed."""
+    """Return a Keras 2 optimizer of class `cls` that shares the variables of `optimizer`. `changes` may give a name."""
     new = object.__new__(cls)
     vars(new).update(vars(optimizer))
     if "name" in changes:
@@ -76,7 +76,7 @@ def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, ob
 
 
 def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str, Any]:
-    """Return the configuration without `arguments`, whose values Keras may not be able to save."""
+    """Return the configuration without some constructor arguments, whose values Keras may not be able to save."""
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
     if "_hyper" in vars(optimizer):
@@ -88,7 +88,7 @@ def _config_without(optimizer: Optimizer, arguments: Iterable[str]) -> dict[str,
 
 
 def original_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """Return the Keras class of a class with mpistrat's mix-ins, and any other class itself."""
+    """Return the Keras class to which mpistrat has added mix-ins. Return a class without such mix-ins unchanged."""
     return cls.__bases__[-1] if hasattr(cls, "is_distributed") else cls
 
 
@@ -107,7 +107,7 @@ def _copied(value: object, copies: dict[int, Optimizer]) -> object:
 
 
 class _MarkedName(str):
-    """A name in a configuration, with a function that distributes. In a file or a pickle it is a plain string."""
+    """A name in a configuration, with a function that distributes copies. Files and pickles get a plain string."""
 
     def __new__(cls, name: str, again: Again) -> "_MarkedName":
         marked = super().__new__(cls, name)
@@ -124,7 +124,7 @@ class _MarkedName(str):
 
 
 def marked(config: dict[str, Any], again: Again) -> dict[str, Any]:
-    """Return a configuration with a marked name, or the configuration unchanged if it has no name."""
+    """Return `config` with the function `again` attached to the name. Without a name, return it unchanged."""
     return config | {"name": _MarkedName(config["name"], again)} if "name" in config else config
 
 
@@ -134,7 +134,7 @@ def again_of(config: Mapping[str, Any]) -> Again | None:
 
 
 def keep_marks(cls: type[Optimizer]) -> None:
-    """Make the from_config of a class distribute optimizers from marked configurations. Further calls do nothing."""
+    """Make `cls.from_config` distribute optimizers from configurations with a marked name. Further calls do nothing."""
     owner = next(base for base in cls.__mro__ if "from_config" in vars(base))
     if not any(patch.owner is owner and patch.name == "from_config" for patch in PATCHES):
         replaces(owner, "from_config", "a copy would train alone",
@@ -158,7 +158,7 @@ def reduce_ex(original: Function, self: keras.Model, protocol: SupportsIndex) ->
 
 
 def distributed_when_loaded(optimizer: Optimizer, how: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `how`, a function and its arguments by which pickle and copy load, such that the copy is distributed.
+    """Return `how`, a result of __reduce_ex__, changed so that pickle and copy load a distributed optimizer.
 
     `optimizer` is the copied optimizer, or that of the copied model. It, or an inner optimizer, is distributed.
     """
@@ -185,7 +185,7 @@ def _load(again: Again, load: Callable[..., Any], *arguments: object) -> Any:
 
 
 def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
-    """Replace the optimizer of a compiled model by a distributed one. Turn XLA off if it cannot compile collectives."""
+    """Give a compiled model the distributed `optimizer`. Turn XLA off if XLA cannot compile collectives."""
     model.optimizer = optimizer
     compiled = getattr(model, "_compile_config", None)
     if compiled is not None:  # compile_from_config makes the optimizer of a copy from it.
@@ -202,10 +202,10 @@ def replace_optimizer(model: keras.Model, optimizer: Optimizer) -> None:
 @replaces(BaseTrainer, "compile", "XLA cannot compile collectives, and under a strategy optimizer and "
           "metrics would not be those of its scope", "self._resolve_auto_jit_compile()")
 def compile(original: Function, self: keras.Model, *args: object, **kwargs: object) -> None:
-    """Take jit_compile="auto" as False for a distributed optimizer, if XLA cannot compile collectives here.
+    """Replace Model.compile. A distributed optimizer turns jit_compile="auto" off if XLA cannot compile collectives.
 
-    By default Keras compiles the training step on a machine with a GPU. An explicit True is not changed; then the
-    collective raises an error that says what to write. Under a strategy, compile runs in the strategy's scope.
+    With "auto", the default, Keras compiles the train step on a machine with a GPU. True stays True; then collectives
+    raise an error that says what to write. For a model of a strategy, compile runs in the strategy's scope.
     """
     if is_under_strategy(self):
         with self.distribute_strategy.scope():
@@ -219,7 +219,7 @@ def compile(original: Function, self: keras.Model, *args: object, **kwargs: obje
 
 
 def follow_ranks(model: keras.Model) -> None:
-    """Make Keras trace the compiled step of a model again if the number of ranks has changed since the last fit.
+    """If the number of ranks has changed since the last fit, make Keras trace the model's train step again for XLA.
 
     Sparse gradients are gathered, and the shape of a gather's result depends on the number of ranks.
     """

@@ -7,8 +7,8 @@
         model.fit(dataset, epochs=10 - state.epoch, callbacks=[
             hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)])
 
-Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. `sync` is collective; in an elastic job
-`commit` is collective too.
+Under `mpistrat run --elastic` the job survives the loss of ranks and hosts. The method `sync` of the state is
+collective. In an elastic job the method `commit` is collective too.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class KerasState(TensorFlowKerasState):
-    """A Keras model, its optimizer, and Python objects that are the state of a training script.
+    """The state of a training script: a Keras model, its optimizer, and Python objects.
 
     Args:
-        model: A model that has its weights already.
+        model: A model whose weights have been created.
         optimizer: Default: the optimizer of model.compile. The optimizer's variables are created if they do not exist.
         averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
             synchronise before a commit, and the commit includes the state of the callback.
@@ -52,7 +52,7 @@ class KerasState(TensorFlowKerasState):
 
 
 class CommitStateCallback(Callback):
-    """Commits the state after some batches, and after each epoch. Local, but collective in an elastic job.
+    """Commits the state every few batches, and at the end of each epoch. Local, but collective in an elastic job.
 
     Args:
         state: The state. Put callbacks that change it before this one.
@@ -80,7 +80,7 @@ class CommitStateCallback(Callback):
 
 
 class UpdateBatchStateCallback(Callback):
-    """Sets `state.batch` to the number of the last batch in the epoch, and to 0 at the end of the epoch. Local."""
+    """Sets `state.batch` to the number of each finished batch in the epoch, and to 0 when the epoch ends. Local."""
 
     def __init__(self, state: ObjectState):
         super().__init__()
@@ -115,16 +115,16 @@ _fits = 0  # The number of calls of fit with Elastic in this process, in an elas
 class Elastic(Callback):
     """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
 
-    For jobs of `mpistrat run --elastic`; in other jobs the callback does nothing. Pass it to fit on all ranks, as the
-    last callback. The model must have its weights, by an Input layer or by `build`. After a loss of ranks fit goes on
-    with the next batch of the epoch, in the order of the dataset; a dataset that is shuffled anew in each epoch has a
-    new order. The logs of this epoch cover the batches after the commit.
+    The callback is for jobs of `mpistrat run --elastic`, and does nothing in other jobs. Pass it to fit on all ranks,
+    as the last callback. The weights of the model must exist, by an Input layer or by `build`. After a loss of ranks,
+    fit continues with the batch after the last commit, in the order of the dataset. A dataset that is shuffled in each
+    epoch then has a new order. The logs of this epoch cover the batches after the commit.
 
-    With a distributed optimizer each rank trains the rows that its script has chosen. New processes choose rows anew.
-    The epoch may then have another number of batches, and fit goes on at the same fraction of the epoch, rounded down
-    to a batch. So the rows of up to one batch are trained twice (up to k batches with steps_per_execution=k). Without a
-    known number of batches (a generator) fit takes this number to be inversely proportional to the number of ranks.
-    Processes that survive keep their rows, and the rows of a lost rank are left out. With `MPIStrategy`, or with
+    With a distributed optimizer each rank trains the rows that its script has chosen. Processes that survive keep their
+    rows, and the rows of a lost rank are left out. New processes choose their rows again, so the number of batches per
+    epoch may change. Then fit continues at the same fraction of the epoch, rounded down to a batch, so the rows of up
+    to one batch (with steps_per_execution=k, of k batches) are trained twice. If the number of batches is unknown (a
+    generator), fit assumes that it is inversely proportional to the number of ranks. With `MPIStrategy`, or with
     `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
 
     Args:
@@ -180,10 +180,10 @@ class Elastic(Callback):
             self.state.commit()
 
     def _skip(self, batches: int) -> None:
-        """Read the next `batches` batches without training. Such batches have no logs.
+        """Make fit read the next `batches` batches without training. These batches have no logs.
 
-        An execution of several batches (steps_per_execution) is read or trained as a whole. `batches` is rounded down,
-        so that no batch is left out; the finished batches of a trained execution are trained twice.
+        With steps_per_execution, an execution of several batches is read or trained as a whole. `batches` is rounded
+        down, so that no batch stays untrained. Finished batches in an execution that is trained are trained twice.
         """
         self._train_function, each = self.model.train_function, self.model.steps_per_execution
         left = batches // each * each
@@ -204,7 +204,7 @@ class Elastic(Callback):
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """After finished batches were read without training, train the next batches. Local."""
+        """Let fit train again, after it has read finished batches without training. Local."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result
@@ -216,7 +216,7 @@ class Elastic(Callback):
 
 
 class FitState(TensorFlowKerasState):
-    """The progress of a call of fit: `fit` is the number of the call in the script, and `epoch` the current epoch."""
+    """The progress of one call of fit. `fit` is the number of the call in the script, and `epoch` the current epoch."""
 
     batch: int  # The number of finished batches of the epoch
     size: int  # The number of ranks among which the rows were divided
@@ -231,7 +231,7 @@ class FitState(TensorFlowKerasState):
                          done_in=0, steps=None)
 
     def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
-        """Scale `batch` to an epoch that has `steps` batches on this rank. Collective."""
+        """Scale `batch`, the number of finished batches, to an epoch of `steps` batches on this rank. Collective."""
         each: list[int | None] = array_ops.allgather_object(steps, name="elastic.steps")
         known = [count for count in each if count is not None]
         steps = max(known) if len(known) == len(each) else None
@@ -250,7 +250,7 @@ class FitState(TensorFlowKerasState):
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
             averaging: Averaging | None = None) -> Any:
-    """Call `fit` with its first epoch, again after each loss of ranks, until it ends. Collective; in elastic jobs."""
+    """Call `fit` with its first epoch, and again after each loss of ranks, until it ends. Elastic jobs. Collective."""
     global _fits
     _fits += 1
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():

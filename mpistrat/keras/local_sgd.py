@@ -1,6 +1,6 @@
 """Local SGD and DiLoCo: each rank trains its own weights, and all ranks average the weights every N steps.
 
-For users: callbacks of fit, and objects for training loops. Collective.
+For users. The classes are callbacks for fit. User-defined loops can call them too. Collective.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ Scope = ProcessSet | Literal["hosts"] | None
 
 
 def process_set_of(scope: Scope) -> ProcessSet | None:
-    """Return the process set in which this rank averages gradients, or None. Collective for "hosts".
+    """Return the process set in which this rank averages gradients; None without a scope. Collective for "hosts".
 
     The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks. Raises
     InvalidRequestError if `scope` is not a Scope, or is a set that is not registered or does not include this rank.
@@ -59,11 +59,11 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
 # -- what fit knows of such a model ------------------------------------------------------------------------------------
 
 class LocalTraining(Training):
-    """The training of a model by ranks whose weights differ between two synchronisations. All ranks take part.
+    """Training with LocalSGD or DiLoCo: the weights of the ranks differ between two synchronisations of all ranks.
 
-    `optimizers` are those of a user-defined loop, where a tape may average; empty: the model's optimizers. Raises
-    InvalidRequestError if the model is one of Keras 2, or of a strategy, or its optimizers average gradients among
-    other ranks than the ranks of the scope.
+    `optimizers` are those of a user-defined loop, in which a tape may average gradients; empty: those of the model.
+    Raises InvalidRequestError if the model is one of Keras 2 or of a strategy, or if its optimizers average gradients
+    over different ranks than those of the scope.
     """
 
     causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
@@ -84,7 +84,7 @@ class LocalTraining(Training):
 
     @property
     def parts(self) -> list[Optimizer]:
-        """The optimizers that update variables, without LossScaleOptimizer: each rank has its own loss scale."""
+        """All optimizers that update variables. A LossScaleOptimizer is left out: each rank has its own loss scale."""
         found = IdentitySet(part for whole in (*self._optimizers, *self._averaging.outer) for part in parts_of(whole))
         return [part for part in found if not isinstance(part, LossScaleOptimizer)]
 
@@ -118,7 +118,7 @@ class LocalTraining(Training):
 
     @property
     def slots(self) -> list[keras.Variable]:
-        """The optimizer state that is averaged: the moving averages of weights (use_ema), or with average_slots all."""
+        """The optimizer state to average: moving averages of weights (use_ema); with average_slots all float state."""
         own = [part for part in self.parts if part not in IdentitySet(self._averaging.outer)]
         emas = IdentitySet(v for part in own for v in getattr(part, "_model_variables_moving_average", ()))
         return self.shared([v for v in compared_in(own) if v in emas or (
@@ -139,7 +139,7 @@ class LocalTraining(Training):
         self._averaging.average_weights()
 
     def _require_scope(self, may_have_tape: bool) -> None:
-        """Raise InvalidRequestError unless gradients are averaged within the scope only; in a user's step by a tape."""
+        """Raise InvalidRequestError unless gradients are averaged within the scope, by the optimizers or a tape."""
         scope, kind = self._averaging.process_set, type(self._averaging).__name__
         if is_under_strategy(self.model):
             raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy "
@@ -166,7 +166,7 @@ class LocalTraining(Training):
 
 
 def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """Return a message if the ranks average in different ways, or "". `of_ranks` has str() of their callbacks."""
+    """Return a message if the ranks' LocalSGD or DiLoCo callbacks differ; "" otherwise. `of_ranks` has their str()."""
     if len(set(of_ranks)) == 1:
         return ""
     found = describe_by_rank([each or "none" for each in of_ranks])
@@ -208,7 +208,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         patches.apply()
 
     def __str__(self) -> str:
-        """The arguments as text, which the ranks compare."""
+        """Return the class and its arguments as text, which the ranks compare."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._settings().items())})"
 
     def _settings(self) -> dict[str, object]:
@@ -217,16 +217,16 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state that a commit of an elastic job keeps with the weights, the same on all ranks."""
+        """The state of this callback that commits of an elastic job include. It is the same on all ranks."""
         return [self._done]
 
     # -- for loops -----------------------------------------------------------------------------------------------------
 
     def begin(self, model: keras.Model, optimizer: Optimizer | None = None) -> None:
-        """Begin a user-defined loop. Broadcast the weights before, so that they are the same on all ranks. Collective.
+        """Begin a user-defined loop. First broadcast the weights with hvd.broadcast_variables. Collective.
 
         Args:
-            model: A model that has its weights.
+            model: A model whose weights have been created.
             optimizer: The optimizer of the loop; default: the optimizers of the model.
 
         Raises:
@@ -247,7 +247,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self._remember()
 
     def step(self) -> None:
-        """Count a step of a loop. Call it after the optimizer's update. Collective in steps that synchronise the ranks.
+        """Count a step of a loop, after the optimizer's update. Collective if the ranks synchronise after this step.
 
         Raises:
             InvalidRequestError: begin() has not been called.
@@ -281,13 +281,13 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- in fit --------------------------------------------------------------------------------------------------------
 
     def training(self, model: keras.Model) -> LocalTraining:
-        """Return the training of this model, and use it from now on. Local. Raises InvalidRequestError as fit does."""
+        """Return a new training of `model`, and use it from now on. Local. Raises InvalidRequestError like fit."""
         training = LocalTraining(model, self)
         self.enter(training)
         return training
 
     def enter(self, training: LocalTraining) -> None:
-        """Use this training, with its model, from now on. Local."""
+        """Use this training, which contains a model, from now on. Local."""
         self._training = training
         self._forget()
 
@@ -308,21 +308,21 @@ class PeriodicAveraging(keras.callbacks.Callback):
         self.average_weights()
 
     def average_weights(self) -> None:
-        """Give all ranks the same weights, unless they have had no step since the last time. Collective."""
+        """Give all ranks the same weights, if a step has followed the last synchronisation. Collective."""
         if self._begun.weights and self.steps_apart:
             self._average_and_reset(self._begun)
 
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _average(self, training: LocalTraining) -> None:
-        """Give all ranks the same weights, after steps in which they differed. Collective."""
+        """Give all ranks the same weights, by an average or an outer step. Before, weights differ. Collective."""
         raise NotImplementedError
 
     def _remember(self) -> None:
-        """Store the current weights as those that all ranks have. Local."""
+        """Store the current weights, which all ranks have in common. Local."""
 
     def _forget(self) -> None:
-        """Reset the counts and stored weights, since the model's weights may have changed. Local."""
+        """Reset counts and stored weights, because other code may have changed the model's weights. Local."""
         self.steps, self.steps_apart = int(self._done), 0
 
     @property
@@ -351,17 +351,17 @@ class PeriodicAveraging(keras.callbacks.Callback):
 class LocalSGD(PeriodicAveraging):
     """Lets each rank train alone, and averages the weights of all ranks every `every` steps. Collective.
 
-    Local SGD (Stich, arXiv 1805.09767); with `warmup`, post-local SGD (Lin et al., arXiv 1808.07217). For networks that
-    are too slow to average gradients in every step.
+    Local SGD (Stich, arXiv 1805.09767); with `warmup`, post-local SGD (Lin et al., arXiv 1808.07217). It is for
+    networks that are too slow to average gradients in every step.
 
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), ...)  # not distributed
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.LocalSGD(every=16)])
 
-    All ranks must pass the callback to fit. The ranks also synchronise at the end of each epoch, before the validation,
-    before a callback saves the model within an epoch, and in a commit of an elastic job. So validation, files
-    and comparisons use the average, which is bitwise the same on all ranks. Running statistics, and moving averages of
-    the weights (use_ema), are averaged with the weights.
-    Accumulated gradients and loss scales stay local to each rank. In a loop of your own:
+    All ranks must pass the callback to fit. The ranks also average the weights at the end of each epoch before the
+    validation, before a callback saves the model within an epoch, and in a commit of an elastic job. So validation,
+    files and comparisons use the average, which is bitwise the same on all ranks. Running statistics, and moving
+    averages of the weights (use_ema), are averaged with the weights. Accumulated gradients and loss scales stay local
+    to each rank. In a loop of your own:
 
         local = hvd.callbacks.LocalSGD(every=16)
         hvd.broadcast_variables(model.weights, root_rank=0)
@@ -374,22 +374,22 @@ class LocalSGD(PeriodicAveraging):
     Args:
         every: The number of steps between two averages. A step is a batch. With steps_per_execution the number is
             rounded up to whole executions.
-        warmup: The number of steps at the beginning of training that each end with an average of the weights (with
-            steps_per_execution each execution). For SGD that is the same as averaging gradients.
-        scope: The ranks that average gradients in every step: those of a host ("hosts"), or of a process set that
-            includes this rank. Weights are averaged over all ranks. Pass the `process_set` of this object to the
+        warmup: The number of steps at the beginning of training after each of which the weights are averaged (with
+            steps_per_execution: after each execution). For SGD that is the same as averaging gradients.
+        scope: The ranks that average gradients in every step: "hosts" (the ranks of each host), or a process set that
+            includes this rank. Weights are still averaged over all ranks. Pass the `process_set` of this object to the
             optimizer: `hvd.DistributedOptimizer(optimizer, process_set=local.process_set)`. "hosts" registers process
             sets, so all ranks must create the object after init().
         average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
             False: each rank keeps its own state, and less is sent.
         uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks without
-            batches wait at the end of each epoch while the others average. Then all ranks get the weights of the rank
-            with the most batches. A scope excludes "join".
+            batches wait at the end of each epoch while the other ranks average. Then all ranks get the weights of the
+            rank with the most batches. "join" does not work with a scope.
 
     Raises:
-        ValueError: An argument is out of range. On every rank when fit begins, if the model is one of MPIStrategy or
-            Keras 2, the optimizer averages gradients among other ranks than those of `scope`, fit has two callbacks of
-            this kind, or the ranks have different arguments.
+        ValueError: An argument is out of range. Also on every rank when fit begins, if the model is one of MPIStrategy
+            or Keras 2, if the optimizer averages gradients over different ranks than those of `scope`, if fit has two
+            such callbacks, or if the ranks have different arguments.
     """
 
     def _average(self, training: LocalTraining) -> None:
@@ -397,7 +397,7 @@ class LocalSGD(PeriodicAveraging):
 
 
 def assign_means(variables: Sequence[keras.Variable], name: str) -> None:
-    """Set variables to the means over all ranks. Collective."""
+    """Set variables to their means over all ranks. Collective."""
     spec = ReduceSpec(name, ScaledOp(Average), [label_of(v) for v in variables])
     for variable, mean in zip(variables, reduce_list([tf.convert_to_tensor(v) for v in variables], spec), strict=True):
         variable.assign(mean)
@@ -408,25 +408,25 @@ class DiLoCo(PeriodicAveraging):
 
     DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the progress of a rank is the difference between its
     weights at the last outer step and its weights now. The outer gradient is the mean progress of the ranks. The outer
-    optimizer applies this gradient to the weights at the last outer step, and all ranks go on from the result. The
+    optimizer applies this gradient to the weights at the last outer step, and all ranks continue from the result. The
     inner optimizer is that of `compile`. Without a scope it must not be distributed. The paper uses AdamW.
 
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
 
-    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs more
-    memory, two times the weights: the weights at the last outer step, and the momentum of the outer optimizer.
+    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs memory
+    for twice the size of the weights: the weights at the last outer step, and the momentum of the outer optimizer.
 
     Args:
         every: The number of steps between two outer steps, as in LocalSGD.
         outer: The outer optimizer, a Keras optimizer; default: SGD(0.7, momentum=0.9, nesterov=True).
-        compression: One of Compression, for the progress that is averaged. The rounding errors of int8 between hosts
-            are added to the progress of the next outer step.
+        compression: One of Compression, for the progress that ranks send. The rounding errors of int8 between hosts are
+            added to the progress of the next outer step.
         scope, average_slots, uneven: As for LocalSGD.
 
     Raises:
-        ValueError: As LocalSGD, or `outer` is no Keras optimizer, is distributed, scales the loss, or is the optimizer
-            of the model, or `compression` is not one of Compression.
+        ValueError: As for LocalSGD. Also if `outer` is no Keras optimizer, is distributed, scales the loss, or is the
+            optimizer of the model, or if `compression` is not one of Compression.
     """
 
     def __init__(self, every: int, outer: Optimizer | None = None, scope: Scope = None, average_slots: bool = False,
@@ -459,7 +459,7 @@ class DiLoCo(PeriodicAveraging):
         self._build(LocalTraining(model, self).weights)
 
     def _build(self, weights: Sequence[keras.Variable]) -> None:
-        """Create the state for these weights. Local. An error if the state exists, for other shapes or dtypes."""
+        """Create the state for these weights. Raises InvalidRequestError if state for other shapes exists. Local."""
         outer, = self.outer
         if not self._point:
             self._point = [keras.Variable(tf.convert_to_tensor(v), dtype=v.dtype, name=v.name) for v in weights]

@@ -24,9 +24,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """A BatchNormalization layer that normalizes by mean and variance over the rows of all ranks.
 
     In training, `call` is collective: two all-reduces sum the numbers of rows, the values and the squared deviations.
-    So mean and variance are exactly those of one process with all rows, also for batches of different sizes. The
-    gradient makes two more all-reduces. Float16 and bfloat16 are computed in float32. Inference does not communicate.
-    In a file the layer is a keras.layers.BatchNormalization, and loads as that layer where mpistrat is not installed.
+    So mean and variance are those of one process with all rows, also if the batches of the ranks have different sizes.
+    The backward pass makes two more all-reduces. Float16 and bfloat16 inputs are normalized in float32. Inference does
+    not communicate. In a file the layer is a keras.layers.BatchNormalization, so the file loads without mpistrat, too.
 
     Args:
         fused: Accepted for compatibility with Horovod; must be False.
@@ -34,8 +34,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         **kwargs: As for BatchNormalization. Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is of tf_keras.
 
     Raises:
-        InvalidRequestError: `fused`, `renorm`, `synchronized` or `virtual_batch_size` is set, or `process_set` is not
-            a ProcessSet.
+        InvalidRequestError: `fused`, `renorm`, `synchronized` or `virtual_batch_size` is set, or `process_set` is not a
+            ProcessSet.
     """
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
@@ -61,7 +61,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str, object]) -> ProcessSet:
-    """Return the resolved process set. Raises InvalidRequestError as SyncBatchNormalization of Keras 3 and Keras 2."""
+    """Check the arguments of a SyncBatchNormalization, and return its process set. Raises InvalidRequestError."""
     if fused in (True, None):
         raise InvalidRequestError("SyncBatchNormalization does not support fused=True. Leave it out.")
     for name in ("renorm", "synchronized", "virtual_batch_size"):
@@ -73,7 +73,7 @@ def checked(fused: bool | None, process_set: ProcessSet, arguments: Mapping[str,
 
 def moments_of_all_ranks(x: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None, process_set: ProcessSet
                          ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance over `axes` of the rows of all ranks that `mask` does not exclude. Collective."""
+    """Return mean and variance over `axes` of the rows of all ranks, without rows that `mask` excludes. Collective."""
     weight = tf.ones_like(x) if mask is None else \
         tf.cast(tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(x)), x.dtype)
     count_and_sum = allreduce(tf.stack([tf.reduce_sum(weight, axes), tf.reduce_sum(weight * x, axes)]), op=Sum,

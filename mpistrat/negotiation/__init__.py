@@ -1,1 +1,1 @@
-"""Which operations all ranks execute next, and in which order. Time and messages are arguments; nothing here waits."""
+"""Decides which operations all ranks execute next, and in which order. Pure: time and messages are arguments."""

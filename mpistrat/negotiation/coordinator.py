@@ -1,13 +1,14 @@
 """Coordinator: decides which requests all ranks execute next, and in which order. Pure: time is an argument.
 
-The ranks form a tree of fan-out 16 with rank 0 at the root. A rank sends an Announcement to its parent once its whole
-subtree has submitted a request. Rank 0 sends Decisions down the tree (Root), and every rank executes the requests of
-the decisions in the order of arrival. Requests match by name, so ranks may submit in any order.
+The ranks form a tree of fan-out 16 with rank 0 at the root. A rank announces a request to its parent (Announcement)
+when all ranks of its subtree have submitted the request. Rank 0 sends Decisions, which Root makes, down the tree. Every
+rank executes the requests of the decisions in the order of arrival. Ranks may submit in different orders, because
+requests match by name.
 
-A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. So the work
-of a rank per step depends on its sixteen children, not on the number of ranks. A number stands for exactly one request
-(name, dtypes, shapes, operation, scale, device). Any other request of the same name travels in full, and rank 0
-compares it. Called by the controller, in the thread that drives.
+A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. Therefore the
+work of a rank per step depends on its sixteen children, not on the number of ranks. A number stands for exactly one
+request (name, dtypes, shapes, operation, scale, device). A different request of that name travels in full, and rank 0
+compares it. Used by the engine's thread.
 """
 
 from ..core.errors import MessageError
@@ -30,7 +31,7 @@ class Root:
         self._is_finished = False  # A decision has ended the engines.
 
     def decide(self, now: float, quiet_s: float) -> Decision | None:
-        """Return the decision that is due now, or None if nothing is to be decided. Arguments: see `advance`."""
+        """Return the Decision to send now, or None if there is none. For the arguments see `Coordinator.advance`."""
         subtree, joined = self._subtree, self._subtree.joined
         agreed: list[int | tuple[int | None, Request]] = []
         absent: list[tuple[int, ...]] = []
@@ -70,14 +71,14 @@ class Root:
                         last_joined=(joined.ranks[-1],) if have_all_joined else (), asks=asks)
 
     def _completed_by_joins(self) -> list[Pending]:
-        """Remove and return the pending requests whose missing ranks have all joined. Such requests are complete."""
+        """Remove and return the requests that are missing only from ranks in join(). Such requests are complete."""
         pending = self._subtree.pending
         joined = set(self._subtree.joined.ranks)
         names = [name for name, each in pending.items() if joined.issuperset(each.missing())] if joined else []
         return [pending.pop(name) for name in names]
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
-        """Return (request to execute, "") or (None, error). `missing`: The ranks that have joined and not submitted."""
+        """Return (request to execute, "") or (None, error). `missing`: Ranks in join() that did not submit it."""
         requests: list[Request | None] = [*pending.by_request()] if missing else [pending.agreed()]
         request = requests[0] if len(requests) == 1 else None
         if request is None:
@@ -86,7 +87,7 @@ class Root:
         return (None, problem) if problem else (request, "")
 
     def _reason_to_end(self, mismatch_in_graph: str, now: float, quiet_s: float) -> tuple[EndReason | None, str]:
-        """Return the reason why the engines end now and the text for the user, or (None, "") if the engines go on."""
+        """Return (reason, text for the user) if the engines must end now, else (None, "")."""
         subtree, ended = self._subtree, self._subtree.ended
         if ended.failure is not None:
             return EndReason.STALL if ended.is_stall else EndReason.FAILURE, ended.failure
@@ -110,12 +111,12 @@ class Root:
 
 
 class Coordinator:
-    """One rank's node of the tree.
+    """The coordinator of one rank, which is a node of the tree.
 
-    The caller passes the requests of this rank to `submit`, its end to `end`, and messages of other ranks to `receive`.
-    Then the caller calls `advance`, and sends the message that `advance` returns.
+    The caller passes this rank's requests to `submit`, announcements of children to `receive`, and decisions to
+    `learn`. Then the caller calls `advance`, and sends the messages that `advance` returns.
 
-    `cache_capacity`: How many requests get a number. For the other arguments see StallWatch.
+    `cache_capacity`: The most requests that get a number. For the limits in seconds see StallWatch.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int, stall_warning_s: float | None = None,
@@ -129,7 +130,7 @@ class Coordinator:
         self._root = Root(self._subtree, self.stalls) if self.rank == 0 else None
 
     def submit(self, request: Request, now: float) -> None:
-        """This rank is ready for `request`. No other request of its name may be in flight on this rank."""
+        """Note that this rank is ready for `request`. No other request of this name may be in flight on the rank."""
         if request.kind is CollectiveType.JOIN:
             self._subtree.joined.note(self.rank, (self.rank,), now)
             return
@@ -137,27 +138,27 @@ class Coordinator:
         self._subtree.note(self.rank, request, None, now)
 
     def end(self, completed: int) -> None:
-        """This rank has called shutdown() after `completed` operations."""
+        """Note that this rank has called shutdown() after `completed` operations."""
         self._subtree.ended.note(((self.rank, completed),))
 
     def fail(self, text: str, is_stall: bool = False) -> None:
-        """This rank's engine has failed, because of a stall or of another error. All ranks are to end."""
+        """Note that an engine has failed. All engines then end, with the error `text` (a StallError if `is_stall`)."""
         ended = self._subtree.ended
         if ended.failure is None:  # Only the first failure is kept.
             ended.failure, ended.is_stall = text, is_stall
 
     def request_vote_end(self) -> None:
-        """Ask rank 0 for a decision, which may be empty. A decision ends an open vote."""
+        """Ask rank 0 to end the open vote (see fast_path.py). Rank 0 does so by a decision, if need be an empty one."""
         self._subtree.must_end_vote = True
 
     def answer(self, text: str) -> None:
-        """Tell rank 0 where this rank is in its program, which the last decision has asked for."""
+        """Answer rank 0's question where this rank is in its program (see Decision.asks)."""
         self._subtree.places[self.rank] = text
 
     def receive(self, source: int, data: bytes, now: float) -> bool:
-        """Take the Announcement of a child. Returns whether the announcement has more than answers (`places`).
+        """Handle an announcement of the child `source`. Returns whether it has anything besides answers (`places`).
 
-        Raises MessageError: `data` is not an announcement, or is not for this rank.
+        Raises MessageError: `data` is no valid announcement, or `source` is no child of this rank.
         """
         subtree = self._subtree
         if source not in self.children:
@@ -178,7 +179,7 @@ class Coordinator:
         return any(message[:-1])
 
     def learn(self, decision: Decision) -> tuple[Request, ...]:
-        """Take a decision of rank 0. Returns the requests to execute, in order.
+        """Handle a decision of rank 0. Returns the requests to execute, in order.
 
         Raises MessageError: The decision has a number that stands for no request.
         """
@@ -211,18 +212,18 @@ class Coordinator:
         return (self._announce(now), None) if self._root is None else (None, self._root.decide(now, quiet_s))
 
     def next_check_s(self) -> float:
-        """Seconds after which `advance` must be called again even if nothing happens."""
+        """Return the seconds after which `advance` must be called again even if nothing happens."""
         if not (self._subtree.pending or self._unanswered or self._subtree.joined.ranks):
             return LONGEST_CYCLE_S
         poll_s = self.stalls.poll_s()
         return LONGEST_CYCLE_S if poll_s is None else poll_s
 
     def check(self, now: float) -> None:
-        """Raise StallError if rank 0 has not answered this rank's requests in time, see AnswerWatch.check."""
+        """Raise StallError if rank 0 has not decided on this rank's requests in time. See AnswerWatch.check."""
         self._unanswered.check(now, self.stalls.abort_s)
 
     def _announce(self, now: float) -> Announcement | None:
-        """Return the announcement that is due now, or None if nothing is to be announced."""
+        """Return the Announcement to send now, or None if there is nothing to announce."""
         subtree, ended, joined = self._subtree, self._subtree.ended, self._subtree.joined
         ids: list[int] = []
         requests: list[tuple[Request, tuple[int, ...] | None]] = []
@@ -246,9 +247,9 @@ class Coordinator:
                             failure is not None and ended.is_stall, new_joined, places)
 
     def _incomplete_to_pass_on(self, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
-        """The incomplete requests that rank 0 needs, each with the ranks that have submitted it.
+        """Return the incomplete requests to announce now, each with the ranks that have submitted it.
 
-        Rank 0 needs these requests for a report, or because a rank has ended or joined.
+        Old requests are announced for the reports of rank 0, and all requests once a rank has ended or joined.
         """
         is_urgent = self._subtree.ended.are_any or self._subtree.joined.ranks
         after_s = 0.0 if is_urgent else self.stalls.pass_on_s
@@ -261,5 +262,5 @@ class Coordinator:
 
 
 def _by_ranks(pending: Pending) -> list[tuple[Request, tuple[int, ...] | None]]:
-    """Return the different requests, each with the ranks that submitted the request, in the form of Announcement."""
+    """Return the different requests, each with the ranks that have submitted it, in the form of Announcement."""
     return [(request, tuple(sorted(ranks))) for request, ranks in pending.by_request().items()]

@@ -3,20 +3,20 @@
 The coordinator needs a message to rank 0 and a message back. A vote takes less time. Votes are for ranks that wait for
 one operation after the other:
 
-1. Rank 0 opens a vote with a decision, when the caller on rank 0 has waited for the only operation of a decision.
-2. From then on, the ranks vote in rounds, and execute nothing else. A rank votes for the fingerprint of an operation if
-   its caller waits for that operation and nothing else is outstanding. Otherwise it votes against.
+1. Rank 0 opens a vote by a decision with a single operation, if a caller on rank 0 waits for this operation.
+2. From then on, the ranks vote in rounds, and execute only what all have voted for. A rank votes for the fingerprint of
+   an operation if its caller waits for the operation and nothing else is outstanding. Else the rank votes against.
 3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
    If not, the vote has ended, and the coordinator gets all operations, including those that ranks have voted for.
 
 Rounds and decisions have the same order on all ranks:
 
-- A rank with an operation at the coordinator votes against in every round, until the vote has ended.
+- A rank that has given an operation to the coordinator votes against in every round, until the vote has ended.
 - A rank that receives a decision votes against, and executes the decision once the vote has ended. All ranks receive
-  it, so all of them vote, and the round is complete soon.
+  the decision, therefore all of them vote, and the round is complete soon.
 
-A rank that calls no collective does not vote. A rank that has waited for such a rank for VOTE_TIMEOUT_S asks rank 0 to
-end the vote by a decision. The coordinator then finds out which ranks miss, and reports them. For the driver only.
+A rank that calls no collective does not vote. After VOTE_TIMEOUT_S, the ranks that wait for it ask rank 0 to end the
+vote by a decision. The coordinator then finds and reports the missing ranks. Used by the engine's thread.
 """
 
 import logging
@@ -34,9 +34,9 @@ _MOST_LOOKED_AT = 2  # The number of ranks that `look` is called for. Each call 
 
 
 class FastPath:
-    """One rank's votes, which `agreement` exchanges; None: the ranks cannot vote, and no vote is ever opened.
+    """The votes of one rank. `agreement` exchanges them with the other ranks; None: no vote is ever opened.
 
-    After `warning_s` an incomplete round is reported, and after `abort_s` it is an error; None: never.
+    An incomplete round is reported after `warning_s` seconds, and is an error after `abort_s` seconds; None: never.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -55,7 +55,7 @@ class FastPath:
         logger.debug("rank %d: a vote of the fast path begins", self._topology.job_rank)
 
     def is_worth_opening(self) -> bool:
-        """On rank 0: whether to open a vote. Each vote that fails in its first round makes later votes rarer."""
+        """Return whether rank 0 should open a vote. Each vote that fails in its first round makes later votes rarer."""
         self._skipped += 1
         if self._agreement is None or self._skipped <= self._to_skip:
             return False
@@ -68,21 +68,21 @@ class FastPath:
         return self._entry is not None
 
     def vote(self, entry: Entry | None, is_ready: bool, now: float) -> None:
-        """Vote for the operation of `entry`, or against all (None). Only while a vote is open, and once in a round."""
+        """Vote for `entry`, or against (None), once in each round. `is_ready`: This rank has packed its data."""
         assert self._agreement is not None
         self._entry, self.has_voted = entry, True
         self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
         self._agreement.vote(0 if entry is None else entry.request.fingerprint, is_ready)
 
     def decline(self, now: float) -> None:
-        """Vote against all, if a vote is open and this rank has not voted."""
+        """Vote against, if a vote is open and this rank has not voted in this round."""
         if self.is_open and not self.has_voted:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """Return the entry that this rank voted for, if any, and the outcome of the round. Only while a vote is open.
+        """End the round if all ranks have voted: return (the entry that this rank voted for or None, the outcome).
 
-        Returns (None, None) until all ranks have voted.
+        Returns (None, None) if votes are missing. To be called only while a vote is open.
         """
         assert self._agreement is not None
         outcome = self._agreement.outcome()
@@ -99,7 +99,7 @@ class FastPath:
         return entry, outcome
 
     def is_late(self, now: float) -> bool:
-        """Whether this rank has waited so long that rank 0 should end the vote. True once in a round."""
+        """Return whether this rank has waited so long that rank 0 should end the vote. True only once in a round."""
         if not self.has_voted or self._was_late or now - self._since < VOTE_TIMEOUT_S:
             return False
         self._was_late = True
@@ -108,13 +108,13 @@ class FastPath:
         return True
 
     def next_check_s(self) -> float:
-        """Seconds after which `is_late` and `check` must be called again."""
+        """Return the seconds after which `is_late` and `check` must be called again."""
         if not self.has_voted:
             return LONGEST_CYCLE_S
         return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:
-        """Report ranks that have not voted. The engines of such ranks do not run, or the network does not work.
+        """Warn of ranks whose votes are overdue. Their engines do not run, or the network does not work.
 
         Raises StallError: The round is still incomplete after `abort_s`.
         """

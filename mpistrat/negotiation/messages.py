@@ -1,10 +1,10 @@
 """The messages of the negotiation: Announcement (towards rank 0) and Decision (from rank 0), with their byte form.
 
-The first byte gives the kind. The fields follow in msgpack: numbers, texts and tuples of them, nothing that could run
-code. A message that has only numbers of requests, as in every step seen before, has 8-byte integers instead of msgpack.
-A message that begins with OBSERVER is not part of the negotiation, but of the tracing of the engines (trace/). init()
-has compared the versions of the ranks, so reading checks the form and not each value. Malformed bytes raise
-MessageError. The coordinator makes and reads the messages, the controller sends them. Pure.
+The first byte of a message gives its kind. The fields follow in msgpack, as numbers, texts and tuples, which cannot run
+code. In a repeated step, a message has only numbers of requests, as 8-byte integers instead of msgpack. A message that
+begins with OBSERVER belongs to the tracing of the engines (trace/), not to the negotiation. Reading checks the form and
+not each value, because init() has compared the versions of the ranks. Malformed bytes raise MessageError. The
+coordinator makes the messages, and the controller sends them. Pure.
 """
 
 import array
@@ -33,7 +33,7 @@ def _fields_to_bytes(kind: bytes, fields: tuple) -> bytes:
 
 
 def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: bytes, sender: int | None) -> _Message:
-    """Read a message of the class `message`. `make` constructs the message from the fields of the byte form."""
+    """Return the message of class `message` that `data` encodes. `make` constructs it from the decoded fields."""
     try:
         if data.startswith(_NUMBERS_HEADER):
             return message(tuple(memoryview(data)[8:].cast("Q")))
@@ -50,7 +50,7 @@ def _read(message: type[_Message], make: Callable[..., Any], kind: bytes, data: 
 
 
 class Announcement(NamedTuple):
-    """The requests that a subtree is ready for. A rank sends an Announcement to its parent in the tree."""
+    """A rank's message to its parent in the tree: requests for which ranks of its subtree are ready, and other news."""
 
     # Requests that every rank of the subtree has submitted alike, by the number of an earlier Decision.
     ids: tuple[int, ...] = ()
@@ -92,7 +92,7 @@ class EndReason(str, Enum):
 
 
 class Decision(NamedTuple):
-    """The requests that all ranks execute next, in order. Rank 0 sends a Decision down the tree."""
+    """Rank 0's message to all ranks, down the tree: the requests to execute next, in order, and other news."""
 
     # Each item is the number of a request, or (number or None, request) for a request without one. From now on, all
     # ranks may send a number that is given here.
@@ -109,7 +109,7 @@ class Decision(NamedTuple):
 
     @property
     def is_news(self) -> bool:
-        """Whether the decision has more than questions to ranks (`asks`)."""
+        """Whether the decision has anything besides questions to ranks (`asks`)."""
         return any(self[:-1])
 
     def to_bytes(self) -> bytes:

@@ -1,6 +1,6 @@
-"""Reports on requests: what ranks disagree about, and which requests are incomplete for too long.
+"""Texts for users on requests: what ranks disagree about, and which requests are incomplete for too long.
 
-The sentences name ranks of the job. Pure: time is an argument. Called by the coordinator and by the controller.
+The texts give ranks by their numbers in the job. Pure: time is an argument. For the coordinator and the controller.
 """
 
 import math
@@ -67,7 +67,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
 
 
 def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> str:
-    """Return a sentence on tensors that only some ranks submit; "" if there are none, or if they have no labels."""
+    """Return a sentence that lists, by label, the tensors that only some ranks submit; "" if there are none."""
     ranks_with: dict[str, set[int]] = {}
     for request, ranks in by_request.items():
         for label in request.labels:
@@ -85,12 +85,12 @@ def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> st
 
 
 def _members(request: Request) -> tuple[int, ...]:
-    """The indices of the tensors in the caller's list."""
+    """Return, in ascending order, the indices that the tensors of `request` have in the caller's list."""
     return tuple(sorted(chain.from_iterable(request.layout))) or tuple(range(len(request.tensors)))
 
 
 def _indices(request: Request) -> Sequence[int]:
-    """The index in the caller's list of each of `request.tensors`."""
+    """Return, for each of `request.tensors`, the index of the tensor in the caller's list."""
     return tuple(chain.from_iterable(request.layout))[:len(request.tensors)] or range(len(request.tensors))
 
 
@@ -104,10 +104,10 @@ def _shape(index: int, request: Request) -> str:
 
 
 def describe_mismatch_in_graph(mismatch: str) -> str:
-    """The text on why a mismatch in a graph ends the engines.
+    """Return the error text with which a mismatch in a graph ends the engines.
 
-    TensorFlow aborts the rest of the graph, on each rank at a different point. Requests that some ranks have submitted
-    by then cannot be withdrawn. They would be reduced together with the requests of the other ranks in the next step.
+    The engines must end, because TensorFlow aborts the rest of the graph, on each rank at a different point. Requests
+    submitted before cannot be withdrawn, and would be reduced with other ranks' requests of the next step.
     """
     return (f"{mismatch} That was inside a tf.function, where the other collectives of the step cannot be taken back, "
             "so the engine has ended. To go on in the same process, call shutdown() and init() on every rank.")
@@ -115,7 +115,7 @@ def describe_mismatch_in_graph(mismatch: str) -> str:
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
                    completed: Mapping[int, int]) -> str:
-    """The sentence on ranks that wait for the `lost` ranks. `completed`: The operations that each one executed."""
+    """Return the text on ranks that wait for the `lost` ranks, which shut down after `completed[rank]` operations."""
     after = ", ".join(map(str, sorted({completed[rank] for rank in lost})))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
@@ -155,7 +155,7 @@ class StallWatch:
         self._asked: tuple[int, ...] = ()
 
     def poll_s(self) -> float | None:
-        """Seconds between two checks while a request is incomplete; None: no check, since warnings are off."""
+        """Return the seconds between two checks while a request is incomplete. None: no check, as warnings are off."""
         if self.warning_s is None:
             return None
         due_s = self.warning_s if self.deadlock_s is None else min(self.warning_s, self.deadlock_s)
@@ -164,17 +164,17 @@ class StallWatch:
 
     @property
     def pass_on_s(self) -> float:
-        """Age in seconds at which a rank passes an incomplete request on to its parent, for the reports of rank 0."""
+        """Age in seconds at which a rank announces an incomplete request to its parent, for the reports of rank 0."""
         return min(math.inf if self.warning_s is None else self.warning_s / 2,
                    math.inf if self.deadlock_s is None else self.deadlock_s / 4)
 
     def stalled(self, now: float, limit_s: float) -> dict[str, list[int]]:
-        """The names of requests incomplete for more than `limit_s`, each with the ranks that have not submitted it."""
+        """Return the names of requests that are incomplete for more than `limit_s`, each with the missing ranks."""
         return {name: pending.missing() for name, pending in self._subtree.incomplete().items()
                 if now - pending.since > limit_s}
 
     def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
-        """On rank 0, the ranks to ask now where they are, because a report or the end of the engines is due soon.
+        """Return the ranks that rank 0 should ask now where they are in their programs, for a report that is due soon.
 
         `quiet_s`: See `deadlock`.
         """
@@ -196,7 +196,7 @@ class StallWatch:
         return self._asked if missing else ()
 
     def report(self, now: float) -> str | None:
-        """On rank 0, the warning that is due now, if any; each stall is reported every `warning_s`."""
+        """Return the warning to log now, or None. Only rank 0 has one, every `warning_s` while requests are stalled."""
         if self._topology.rank != 0 or self.warning_s is None or now - self._last_report < self.warning_s:
             return None
         stalled = self.stalled(now, self.warning_s)
@@ -206,7 +206,7 @@ class StallWatch:
         return self._describe(stalled, now)
 
     def reason_to_end(self, now: float) -> str | None:
-        """On rank 0, the text on requests incomplete for longer than `abort_s`; None: none, or no check is due."""
+        """Return the error text if a request is incomplete for longer than `abort_s`, else None. Only for rank 0."""
         if self.abort_s is None or now < self._next_look:
             return None
         # Not in every cycle: checking all pending names takes long, and the end may be this late.
@@ -218,13 +218,13 @@ class StallWatch:
         return f"{self._describe(stalled, now)} Ended after {self.abort_s:g} s ({self.abort_setting})."
 
     def deadlock(self, quiet_s: float) -> str | None:
-        """On rank 0, the text on a deadlock of all ranks; None: there is none, or not for long enough.
+        """Return the error text if all ranks have been in a deadlock for `deadlock_s`, else None. Only for rank 0.
 
-        A deadlock: each rank has submitted a request, no request is complete, and rank 0 has received nothing new for
-        `deadlock_s`. A rank may still call the missing collective: in another thread, after long work, or in a graph.
-        Rank 0 cannot see such plans, so the text names the setting.
+        In a deadlock, each rank has submitted a request, no request is complete, and rank 0 has received nothing new.
+        Rank 0 may be wrong, because a rank may call the missing collective later: in a different thread, after long
+        work, or in a graph. Therefore the text names the setting of the limit.
 
-        Ranks that submit in the same order never deadlock: all requests of the slowest rank are complete.
+        Ranks that submit in the same order never deadlock, because all requests of the slowest rank are complete.
 
         `quiet_s`: Seconds for which nothing was submitted, received or executed on rank 0.
         """
@@ -250,9 +250,9 @@ class StallWatch:
                 f"{self._network_hint(stalled)}{self._describe_places()}")
 
     def _describe_waits(self, stalled: Mapping[str, Sequence[int]], now: float | None = None) -> str:
-        """The sentences on tensors, the ranks that wait, the missing ranks, and what the missing ranks wait for.
+        """Return a sentence for each of `stalled`: the ranks that wait, the missing ranks, and what these wait for.
 
-        `stalled` has some names of incomplete requests, each with the ranks that miss.
+        `stalled`: Names of incomplete requests, each with its missing ranks. `now`: Adds how long ranks have waited.
         """
         topology, all_pending = self._topology, self._subtree.incomplete()
         parts = []
@@ -268,7 +268,7 @@ class StallWatch:
         return " ".join(parts) + more
 
     def _network_hint(self, stalled: Mapping[str, Sequence[int]]) -> str:
-        """A sentence on the network, if the network may be why a host is silent; else ""."""
+        """Return a sentence on the network if no rank of a host answers, perhaps because of the network; else ""."""
         topology = self._topology
         for name in stalled:
             silent = topology.hosts_without([topology.rank, *self._subtree.incomplete()[name].present()])
@@ -280,7 +280,7 @@ class StallWatch:
         return f" Or {network_cause(topology, silent)}: no rank there answers." if silent else ""
 
     def _describe_places(self) -> str:
-        """Paragraphs on where in the program the asked ranks are. Each paragraph begins on a new line."""
+        """Return a paragraph for each rank that was asked where it is. Each paragraph begins on a new line."""
         lines = []
         for rank in self._asked:
             job_rank = self._topology.job_ranks[rank]
@@ -311,21 +311,20 @@ class AnswerWatch:
         return bool(self._since)
 
     def begin(self, name: str, now: float) -> None:
-        """This rank has submitted `name`."""
+        """Note that this rank has submitted the request `name`."""
         if self._topology.rank:
             self._since[name] = now
 
     def end(self, names: Iterable[str]) -> None:
-        """Rank 0 has decided on `names`."""
+        """Note that rank 0 has decided on the requests `names`."""
         if self._since:
             for name in names:
                 self._since.pop(name, None)
 
     def check(self, now: float, limit_s: float | None) -> None:
-        """Check that rank 0 answers. To be called in every cycle, after the received messages have been read.
+        """Check that rank 0 answers in time. To be called in every cycle of the engine, after it has read the messages.
 
-        Raises StallError: Rank 0 has not decided within `limit_s` plus the time that an answer may take; None: no
-        limit.
+        Raises StallError: Rank 0 has not decided for `limit_s` (None: no limit) plus the time that an answer may take.
         """
         if not self._since or limit_s is None:
             return

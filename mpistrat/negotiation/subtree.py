@@ -1,8 +1,8 @@
-"""The tree in which ranks negotiate, and what one rank has learned about itself and the ranks under it.
+"""The tree in which ranks negotiate, and what one rank has learned about itself and the ranks below it in the tree.
 
-The coordinator of each rank has one Subtree, and notes in it what this rank does and what the children send. A rank
-other than 0 makes its announcements from the Subtree. On rank 0, the subtree is the whole job, and Root decides by it.
-Pure: time is an argument.
+The coordinator of each rank has one Subtree, and notes in it what this rank does and what the children announce. From
+the Subtree a rank makes its announcements. On rank 0, where the subtree is the whole job, Root makes the decisions from
+it. Pure: time is an argument.
 """
 
 from collections import OrderedDict
@@ -20,23 +20,23 @@ from ..core.tuning import FAN_OUT
 
 
 def parent_of(rank: int) -> int | None:
-    """The rank that `rank` reports to; None for rank 0."""
+    """Return the parent of `rank` in the tree; None for rank 0."""
     return (rank - 1) // FAN_OUT if rank else None
 
 
 def depth_of(rank: int) -> int:
-    """The number of tree edges from `rank` to rank 0."""
+    """Return the number of tree edges from `rank` to rank 0."""
     parent = parent_of(rank)
     return 0 if parent is None else 1 + depth_of(parent)
 
 
 def edges_among(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The pairs (rank, parent) of the tree of which both are in `ranks`."""
+    """Return the edges of the tree between two ranks of `ranks`, as pairs (rank, parent)."""
     return [(rank, parent) for rank in ranks if (parent := parent_of(rank)) is not None and parent in ranks]
 
 
 def subtree(root: int, size: int) -> Iterator[int]:
-    """`root` and all ranks under it, in order."""
+    """Yield `root` and all ranks below it in the tree of `size` ranks, in ascending order."""
     first = last = root  # The first and the last rank of a level of the subtree, whose ranks are consecutive.
     while first < size:
         yield from range(first, min(last, size - 1) + 1)
@@ -65,7 +65,7 @@ class Node:
 
     @cached_property
     def ranks_under(self) -> dict[int, int]:
-        """The number of ranks in the subtree of each child, which includes the child, and 1 for this rank."""
+        """The number of ranks in the subtree of each child, with the child itself; for this rank, 1."""
         return {child: len(list(subtree(child, self.size))) for child in self.children} | {self.rank: 1}
 
 
@@ -73,11 +73,11 @@ class Node:
 
 
 class Pending:
-    """What the ranks of a node's subtree have submitted under one name, as long as some ranks have not.
+    """The requests of one name that ranks of a node's subtree have submitted.
 
-    A *source* is this rank itself, or a child with all ranks under it. `_whole[source]` is the request that all ranks
-    of a source have submitted alike. `_parts[source]` has the requests of single ranks under a child, which travel when
-    they differ, or when rank 0 has to report which ranks miss.
+    A *source* is this rank itself, or a child with all ranks below it. `_whole[source]` is the request if all ranks of
+    the source have submitted the same one. `_parts[source]` has requests with lists of ranks. A child sends such lists
+    if the requests differ, or if ranks are missing.
     """
 
     __slots__ = ("_complete", "_node", "_parts", "_whole", "passed_on", "since")
@@ -90,7 +90,7 @@ class Pending:
         self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
 
     def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
-        """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
+        """Note that `ranks`, which belong to `source`, have submitted `request`; None: all ranks of `source` have."""
         if ranks is None:
             was_complete = source in self._parts and self._has_all(source, self._parts.pop(source))
             self._whole[source] = request
@@ -110,14 +110,14 @@ class Pending:
         return self._complete == len(self._node.ranks_under)
 
     def agreed(self) -> Request | None:
-        """The request of all sources, which must be complete; None if the requests of the sources differ."""
+        """Return the request if all ranks have submitted the same one, else None. No rank may be missing."""
         if self._parts:
             return None
         first, *others = self._whole.values()
         return first if all(request is first or request == first for request in others) else None
 
     def by_request(self) -> dict[Request, set[int]]:
-        """The different requests, each with the ranks that have submitted it."""
+        """Return the different requests, each with the ranks that have submitted it."""
         result: dict[Request, set[int]] = {}
         for source in sorted(self._whole.keys() | self._parts.keys()):
             if source in self._whole:
@@ -129,11 +129,11 @@ class Pending:
         return result
 
     def present(self) -> list[int]:
-        """The ranks that have submitted something, in order."""
+        """Return the ranks that have submitted a request of this name, in ascending order."""
         return sorted(set().union(*self.by_request().values()))
 
     def missing(self) -> list[int]:
-        """The other ranks of the subtree, in order."""
+        """Return the ranks of the subtree that have not submitted a request of this name, in ascending order."""
         return sorted(set(subtree(self._node.rank, self._node.size)) - set(self.present()))
 
 
@@ -149,7 +149,7 @@ JOIN = join_request()
 
 
 class JoinedRanks:
-    """The ranks of a node's subtree that wait in join(). When all ranks have joined, `clear` forgets them."""
+    """The ranks of a node's subtree that wait in join(). The caller must call `clear` once all ranks have joined."""
 
     def __init__(self, node: Node):
         self._node = node
@@ -162,7 +162,7 @@ class JoinedRanks:
         self.pending: Pending | None = None
 
     def note(self, source: int, ranks: Sequence[int], now: float) -> None:
-        """Note that `ranks` under `source` have joined. `source` is this rank or a child."""
+        """Note that `ranks` have called join(). `source`: This rank, or the child whose subtree has the ranks."""
         if self.pending is None:
             self.pending = Pending(self._node, now)
         self.pending.add(source, JOIN, set(ranks))
@@ -171,7 +171,7 @@ class JoinedRanks:
 
 
 def problem_without(absent: Sequence[int], request: Request, topology: Topology) -> str:
-    """Return why a collective cannot run without the ranks that have joined, as a sentence; "" if it can."""
+    """Return why the collective of `request` cannot run without the joined ranks `absent`; "" if it can run."""
     ranks = f"ranks {topology.listed(absent)}"
     if request.kind in (CollectiveType.ALLTOALL, CollectiveType.REDUCESCATTER):
         reason = f"rows for {ranks} would be lost"
@@ -190,7 +190,7 @@ def problem_without(absent: Sequence[int], request: Request, topology: Topology)
 
 @dataclass
 class EndedRanks:
-    """Ranks that have called shutdown(), and an engine that has failed."""
+    """The ranks that have called shutdown(), and the failure of an engine."""
 
     # Each rank that has shut down since the last announcement, with the number of operations that it had completed.
     news: list[tuple[int, int]] = field(default_factory=list)
@@ -202,19 +202,19 @@ class EndedRanks:
     is_stall: bool = False  # Whether the failure was a stall.
 
     def note(self, ended: tuple[tuple[int, int], ...]) -> None:
-        """Note ranks that have shut down, as (rank, completed operations)."""
+        """Note that ranks have called shutdown(). `ended`: Pairs (rank, number of operations that it completed)."""
         self.news += ended
         self.are_any = self.are_any or bool(ended)
 
 
 class RequestNumbers:
-    """Numbers that stand for requests seen before, so that a repeated request travels as eight bytes.
+    """Numbers that stand for requests seen before. A repeated request travels as its number, in eight bytes.
 
-    Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever.
-    Equal requests have different numbers if one is in a graph and the other is not. All ranks have to know whether a
-    request is in a graph, since a mismatch in a graph ends the engines.
+    Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever. Equal
+    requests have different numbers if only one of them is from a TensorFlow graph. So the number tells all ranks
+    whether the request is from a graph, where a mismatch ends the engines.
 
-    `capacity`: How many requests get a number.
+    `capacity`: The most requests that get a number.
     """
 
     def __init__(self, capacity: int):
@@ -224,7 +224,7 @@ class RequestNumbers:
         self._seen_once: OrderedDict[tuple[Request, bool], None] = OrderedDict()  # on rank 0
 
     def number_of(self, request: Request) -> int | None:
-        """The number that stands for `request`, or None."""
+        """Return the number that stands for `request`, or None."""
         return self._number_of.get((request, request.in_graph))
 
     def add(self, request: Request, number: int) -> None:
@@ -233,9 +233,9 @@ class RequestNumbers:
         self.request_of[number] = request
 
     def give(self, request: Request) -> int | None:
-        """On rank 0: assign a number to `request`. Returns None for its first use, and when the table is full.
+        """Give `request` a number, on rank 0, and return it. Returns None at the first use, and when the table is full.
 
-        A name that is used only once (such as a name with a step counter) would only fill the table.
+        The first use gets no number, because names that are used once (as with a step counter) would fill the table.
         """
         key = request, request.in_graph
         if key not in self._seen_once:
@@ -252,9 +252,9 @@ class RequestNumbers:
 
 
 class Subtree:
-    """The requests in flight in a rank's subtree, and which of its ranks have joined or have ended.
+    """The requests in flight in a rank's subtree, and the ranks of the subtree that have joined or ended.
 
-    For `source` see Pending. `cache_capacity`: How many requests get a number.
+    For `source` see Pending. `cache_capacity`: The most requests that get a number.
     """
 
     def __init__(self, topology: Topology, cache_capacity: int):
@@ -269,7 +269,7 @@ class Subtree:
         self.ready: list[Pending] = []  # The requests that became complete since the last message, in order.
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
-        """Note that `ranks` under `source` have submitted `request`; None: all ranks of `source`."""
+        """Note that `ranks`, which belong to `source`, have submitted `request`; None: all ranks of `source` have."""
         pending = self.pending.get(request.name)
         if pending is None:
             pending = self.pending[request.name] = Pending(self.node, now)
@@ -279,11 +279,11 @@ class Subtree:
             self.ready.append(pending)
 
     def incomplete(self) -> dict[str, Pending]:
-        """The incomplete requests by name, including the join if some ranks have joined."""
+        """Return the incomplete requests by name. While ranks wait in join(), the join is one of these requests."""
         return self.pending if self.joined.pending is None else {**self.pending, JOIN.name: self.joined.pending}
 
     def request_of(self, number: int, sender: int) -> Request:
-        """The request that `number`, sent by `sender`, stands for. Raises MessageError: It stands for no request."""
+        """Return the request for `number`, which rank `sender` has sent. Raises MessageError: `number` is unknown."""
         request = self.numbers.request_of.get(number)
         if request is None:
             raise MessageError(f"rank {self.topology.job_ranks[sender]} sent the number {number}, which stands for no "

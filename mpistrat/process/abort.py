@@ -1,9 +1,9 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
-init() calls `prepare`, which makes an uncaught exception of the main thread end the job, whichever hook the script puts
-into sys.excepthook later. Without this, the other ranks would wait for the failed rank until the stall limit. A rank
-that cannot shut down in order, because other ranks do not answer, calls `end_job_at_exit`; MPI_Finalize would wait for
-the other ranks without a limit. All functions are local.
+init() calls `prepare`. After that an uncaught exception of the main thread ends the job, even if the script replaces
+sys.excepthook. Otherwise the other ranks would wait for the failed rank until the stall limit. A rank that cannot shut
+down in order, because other ranks do not answer, calls `end_job_at_exit`, because MPI_Finalize would wait for those
+ranks without a limit. All functions are local.
 """
 
 import atexit
@@ -69,12 +69,12 @@ def end_job(mpi: ModuleType, rank: int, host: str, text: ErrorText, code: int = 
 
 
 def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], None] | None = None) -> None:
-    """Make an uncaught exception, and `end_job_at_exit`, end the whole job. Local. Further calls do nothing.
+    """Make this rank end the job after an uncaught exception or `end_job_at_exit`. Local. Later calls do nothing.
 
     At the prompt of interactive Python an exception is only printed, and the session continues.
 
-    `rank`: This rank in MPI_COMM_WORLD. `skip_finalize`: Makes this process end without MPI_Finalize. If given, the job
-    outlives the loss of a rank: an exception, or sys.exit with a code other than 0, ends this rank alone.
+    `rank`: This rank in MPI_COMM_WORLD. `skip_finalize`: Makes this process end without MPI_Finalize; given if the job
+    survives the loss of a rank. Then an exception, or sys.exit with a code other than 0, ends only this rank.
     """
     if isinstance(sys, _Sys):
         return
@@ -129,12 +129,12 @@ def prepare(mpi: ModuleType, rank: int, host: str, skip_finalize: Callable[[], N
 
 
 class _Sys(ModuleType):
-    """The class of the module sys on a rank: Python calls `_ours`, and `_ours` calls the hook of the script.
+    """The class of the module `sys` on a rank. Python calls the excepthook `_ours`, which calls the hook of the script.
 
     Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
-    most of them do not call the previous hook. This rank would then end as if its script had succeeded, and the job
-    would end with an error about the ranks that wait for this rank. Python reads the hook from the dictionary of the
-    module (PySys_GetObject), not from the attribute.
+    most of them do not call the previous hook. Without this class such a rank would end as if its script had succeeded,
+    and the job would end with an error about ranks that wait for it. Python reads the hook from the dictionary of the
+    module (PySys_GetObject), and an assignment by the script changes only the attribute.
     """
 
     _ours: Hook
@@ -143,7 +143,7 @@ class _Sys(ModuleType):
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
              trace: TracebackType | None) -> None:
-        """Call the hook of the script with an error, or `shown` if there is no hook, or if the hook calls `_ours`."""
+        """Call the script's hook with an error. Call `shown` if the script has no hook, or its hook calls `_ours`."""
         theirs, cls._theirs = cls._theirs, None
         try:
             if (chosen := theirs or shown) is not None:
@@ -180,13 +180,13 @@ def _flush() -> None:
 
 
 def leave_without_finalize() -> None:
-    """Make this process end without MPI_Finalize, since ranks are lost. Local; returns at once."""
+    """Let this process end without MPI_Finalize, which may hang after a loss of ranks. Local; returns at once."""
     global _leaves
     _leaves = True
 
 
 def report_before_init(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an uncaught exception before init() under `mpistrat run`, and let the process end. Local."""
+    """The excepthook before init() under `mpistrat run`: print a report (report.announce) of the exception. Local."""
     if not report.replaces_traceback(os.environ):
         sys.__excepthook__(kind, error, trace)
     is_interrupt = issubclass(kind, KeyboardInterrupt)
@@ -197,15 +197,15 @@ def report_before_init(kind: type[BaseException], error: BaseException, trace: T
 
 
 def end_job_at_exit(reason: str, code: int = 1) -> None:
-    """Abort the job when this rank's script ends, instead of calling MPI_Finalize. Local; returns at once."""
+    """Let this rank abort the job when its script ends, instead of calling MPI_Finalize. Local; returns at once."""
     global _end
     _end = reason, code
 
 
 def end_job_for_sys_exit(waiting: str) -> None:
-    """Abort the job with the code of the sys.exit() that ends this process, if any. Local; returns at once.
+    """If sys.exit() ends this process with a code other than 0, abort the job with that code. Local; returns at once.
 
-    `waiting`: A text on the ranks that wait for this rank, and on the operation that they wait for.
+    `waiting`: A text that names the ranks that wait for this rank, and the operation that they wait for.
     """
     if ended := exit_code.final():
         code, call = ended
@@ -213,11 +213,11 @@ def end_job_for_sys_exit(waiting: str) -> None:
 
 
 def _wait_s(error: BaseException, message: str, rank: int, is_reported: bool) -> float:
-    """Return how long this rank waits before it ends the job, until the other ranks have printed their errors.
+    """Return how many seconds this rank waits before it ends the job, because other ranks may still print their errors.
 
-    All ranks raise the errors of collectives, and mostly the errors of the script too. `mpistrat run` prints equal
-    errors once; without it, one traceback of an error of the script is enough. The waits differ by rank because Open
-    MPI 5's mpirun has been seen to hang, with no rank left, after several ranks had aborted at the same moment.
+    Under `mpistrat run` a rank waits after each error, because equal errors of all ranks are printed once. Otherwise a
+    rank waits only after errors that mpistrat raises on all ranks. The waits differ by rank because mpirun of Open MPI
+    5 has been seen to hang, with no rank left, after several ranks had aborted at the same moment.
     """
     is_of_collective = isinstance(error, CollectiveError | SettingsError) or message.startswith(OWN_ERRORS)
     if isinstance(error, KeyboardInterrupt) or not (is_reported or is_of_collective):
@@ -245,11 +245,11 @@ _is_interrupted = False
 
 
 def hand_on(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], None]) -> None:
-    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM or SIGINT, and report to `mpistrat run`.
+    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM or SIGINT, and report this to `mpistrat run`.
 
     Local; init() calls it when the ranks are connected. Does nothing without `mpistrat run`, in a thread other than the
-    main one, and if the script handles SIGURG.
-    `interrupt`: Makes this process receive SIGINT soon. Called in a signal handler, so it must return at once.
+    main thread, and if the script handles SIGURG.
+    `interrupt`: Makes this process receive SIGINT soon. A signal handler calls it, so it must return at once.
     """
     if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \
             or signal.getsignal(signal.SIGURG) is not signal.SIG_DFL:

@@ -1,11 +1,11 @@
-"""JSON messages between two processes of a job, over TCP or over a Unix socket of Linux' abstract namespace.
+"""JSON messages between two processes of a job, over TCP or over a Unix socket in Linux' abstract namespace.
 
-Both ends prove that they know the secret of the job, so other users, who can connect to both kinds of socket, are
-rejected (challenge and response with HMAC, RFC 2104). Messages are not encrypted. They have the hosts and the ends of
-processes, and the ids of commits, but no data of the training.
+Other users can connect to both kinds of socket. So both ends prove that they know the secret of the job (challenge and
+response with HMAC, RFC 2104). Messages are not encrypted. They contain names of hosts, ids of commits, and how
+processes end, but no training data.
 
-The kernel closes a connection when a process ends, for whatever reason, and wakes threads that wait for a message.
-Keep-alive probes detect a host that is down.
+When a process ends, for whatever reason, the kernel closes its connections. A thread that waits for a message at the
+other end then wakes up. Keep-alive probes detect a host that is down.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _open: "weakref.WeakSet[Connection]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the connections in a forked process: the kernel ends one only when all processes have closed it."""
+    """Close all connections in a forked process, because an open copy would keep the parent's connections alive."""
     for connection in _open:
         connection._stream.close()
 
@@ -46,9 +46,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one thread reads.
+    """One end of a connection. Any thread may send, but only one thread may read.
 
-    `stream`: Both ends have proved that they know the secret. `own`, `peer`: The addresses of this and the other end.
+    `stream`: A stream whose two ends know the secret. `own`, `peer`: The addresses of this end and of the other end.
     """
 
     def __init__(self, stream: "Stream[bytes, bytes]", own: Address, peer: Address):
@@ -59,9 +59,9 @@ class Connection:
             self.probe(_PROBE_S, _SILENT_S)
 
     def probe(self, every_s: float, limit_s: float) -> None:
-        """Make the kernel probe the other end every `every_s` (at least 1) while nothing arrives.
+        """Make the kernel probe the other end every `every_s` seconds (at least 1) while no data arrives. TCP only.
 
-        The kernel closes the connection after `limit_s` without an answer to a probe, or to sent data.
+        The kernel closes the connection if a probe, or data that was sent, is not answered for `limit_s` seconds.
         """
         with socket.socket(fileno=os.dup(self._stream.fileno())) as shared:
             shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -70,7 +70,7 @@ class Connection:
             shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limit_s * 1000))
 
     def fileno(self) -> int:
-        """The descriptor, for `multiprocessing.connection.wait`."""
+        """Return the file descriptor, for `multiprocessing.connection.wait`."""
         return self._stream.fileno()
 
     def send(self, **message: object) -> bool:
@@ -81,11 +81,11 @@ class Connection:
         return False
 
     def poll(self, limit_s: float | None) -> bool:
-        """Wait for at most `limit_s`. Returns whether a message, or the end of the connection, has arrived."""
+        """Wait until a message or the end of the connection arrives. Return False if neither arrives in `limit_s`."""
         return self._stream.poll(limit_s)
 
     def receive(self) -> Message:
-        """Wait for a message. Raises OSError: The other end has closed the connection or ended, or its host is down."""
+        """Wait for a message and return it. Raises OSError: The connection has ended, or the other host is down."""
         try:
             found = json.loads(self._stream.recv_bytes(_MOST_BYTES))
         except EOFError:
@@ -97,7 +97,7 @@ class Connection:
         return found
 
     def read(self, take: Callable[["Connection", Message | None], None]) -> None:
-        """Start a thread that calls `take(self, message)` for each message, and `take(self, None)` at the end."""
+        """Start a thread that calls `take(self, message)` for each message, and `take(self, None)` after the last."""
         def run() -> None:
             while True:
                 try:
@@ -109,7 +109,7 @@ class Connection:
         threading.Thread(target=run, name="mpistrat-connection", daemon=True).start()
 
     def close(self) -> None:
-        """Close this end. A thread that reads this end, and the other end, notice. May be called twice."""
+        """Close the connection. Threads that wait for a message at either end wake up. May be called twice."""
         if not self._stream.closed:
             _shut_down(self._stream)  # close() alone would not wake a thread that reads.
 
@@ -118,7 +118,7 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Conn
     """Return a connection to the process that listens at one of `addresses`.
 
     Raises OSError: No address answers within `limit_s`, or the listening process does not know the secret. The
-    `__cause__` is the error of the last address; None if there is no address.
+    `__cause__` is the error of the last address; None if `addresses` is empty.
     """
     until, problems, cause = time.monotonic() + limit_s, [], None
     for address in addresses:
@@ -147,9 +147,9 @@ def connect(addresses: Iterable[Address], secret: bytes, limit_s: float) -> Conn
 
 
 class Listening:
-    """Accepts connections. For each connection, a thread checks that the other end knows the secret.
+    """Accepts connections from processes that know the secret. Each connection has its own thread for this check.
 
-    `listener`: A listening socket, which `close` closes. `greet`: Called with each new connection, in its thread.
+    `listener`: A listening socket, which `close` closes. `greet`: Called with each accepted Connection, in its thread.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, greet: Callable[[Connection], None]):
@@ -201,7 +201,7 @@ class Listening:
         self._greet(Connection(stream, own, peer))
 
     def close(self) -> None:
-        """Accept no more connections. Accepted connections stay open. May be called twice."""
+        """Stop accepting connections. Accepted connections stay open. May be called twice."""
         self._is_closed = True
         with contextlib.suppress(OSError):  # It is closed.
             self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would not wake the thread that accepts.

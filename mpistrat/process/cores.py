@@ -1,8 +1,8 @@
-"""The CPUs of a host, and the equal, disjoint shares of its cores that the ranks take.
+"""The CPUs of a host, and the division of its cores among the ranks: shares are equal and disjoint.
 
-The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
-alone, before the script can import numpy: libraries size their thread pools by the CPUs allowed when they are loaded.
-A CPU is a hardware thread, as in Linux' affinity masks.
+The module imports only the standard library, because the start-up code of a rank executes this file by itself, before
+the script can import numpy: libraries size their thread pools by the CPUs that are allowed when they are loaded. A CPU
+is a hardware thread, as in Linux' affinity masks.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 def own_cpus() -> frozenset[int]:
-    """The CPUs that this thread may use; empty if the system has no sched_getaffinity."""
+    """Return the CPUs that this thread may use; an empty set if the system has no sched_getaffinity."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
 def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozenset[int]]:
-    """Group `cpus` by core. Returns the CPUs of each core, with the cores of a socket next to each other."""
+    """Group `cpus` by core. Return the CPUs of each core. Cores of one socket are next to each other in the list."""
     cores: dict[tuple[int, frozenset[int]], set[int]] = {}
     for cpu in sorted(cpus):
         topology = system / f"cpu{cpu}" / "topology"
@@ -36,7 +36,7 @@ def physical_cores(cpus: Collection[int], system: Path = SYSTEM) -> list[frozens
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """The numbers in a list of Linux, such as "0-3,8". Raises ValueError: `text` is not such a list."""
+    """Return the numbers in a list in Linux' format, such as "0-3,8". Raises ValueError: `text` has another format."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -45,7 +45,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def gpu_cpus(nvidia: Path = NVIDIA, pci: Path = PCI) -> list[frozenset[int]]:
-    """The CPUs near each NVIDIA GPU, in PCI bus order; [] without a GPU, or if Linux does not list the CPUs."""
+    """Return the CPUs near each NVIDIA GPU, in PCI bus order of the GPUs; [] if Linux does not list GPUs and CPUs."""
     try:
         return [parse_list((pci / gpu.name / "local_cpulist").read_text()) for gpu in sorted(nvidia.iterdir())]
     except (OSError, ValueError):
@@ -54,10 +54,10 @@ def gpu_cpus(nvidia: Path = NVIDIA, pci: Path = PCI) -> list[frozenset[int]]:
 
 def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[int]] = (),
           system: Path = SYSTEM) -> frozenset[int] | None:
-    """The CPUs that a rank takes: an equal number of cores for each rank of a host, and each core for one rank.
+    """Return the CPUs of one rank: each rank of a host gets the same number of cores, and no core has two ranks.
 
-    Remaining cores, if the cores do not divide evenly, stay free. If each rank has a GPU, the ranks whose GPUs are near
-    the same CPUs share these CPUs. Returns None if there are fewer cores than ranks.
+    Cores that remain after an even division stay unused. If each rank has a GPU, the ranks whose GPUs are near the same
+    CPUs divide these CPUs among themselves. Returns None if there are fewer cores than ranks.
 
     Args:
         cpus: The CPUs that the job may use on this host.
@@ -76,17 +76,17 @@ def share(cpus: frozenset[int], rank: int, size: int, near: Sequence[frozenset[i
 
 
 def take(cpus: Collection[int]) -> None:
-    """Let all threads of this process, and all threads started later, run only on `cpus`. Raises OSError."""
+    """Restrict all threads of this process, and threads that they start later, to `cpus`. Raises OSError."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # The thread has ended meanwhile.
             os.sched_setaffinity(int(thread), cpus)
 
 
 def take_share_at_start(place: tuple[int, int] | None, environ: Mapping[str, str]) -> frozenset[int]:
-    """Take the share of this rank, when Python starts on a rank of `mpistrat run`. init() logs the result.
+    """Restrict this process to its share of the CPUs. Called when Python starts on a rank of `mpistrat run`.
 
-    `place`: The local rank, and the number of ranks of the host; None: not known. Returns the CPUs of the share; an
-    empty set if the rank has taken no share.
+    `place`: The local rank, and the number of ranks of the host; None if unknown. Returns the CPUs of the share, which
+    init() logs later; an empty set if the process is not restricted.
     """
     cpus = own_cpus()
     if place is not None and place[1] > 1 and cpus:

@@ -1,8 +1,8 @@
-"""What to print of an uncaught exception, and of a process that waits: the last frames of the user's own code.
+"""The text that people see of an uncaught exception, or of a process that waits: the last frames of the user's code.
 
-TensorFlow puts the stacks of a graph into the text of its exceptions, and Keras and AutoGraph put frames into the text.
-So a message of one line is surrounded by a hundred lines. This module removes the frames from the text, and keeps the
-frames of the user's code. Called by the rank that fails, and by the summary of `mpistrat run`.
+TensorFlow, Keras and AutoGraph put stack frames into the message of an exception. So a message of one line becomes a
+hundred lines. This module removes the frames from the message, and shows only the frames of the user's code. It is used
+by the rank that fails, and by the summary of `mpistrat run`.
 """
 
 import faulthandler
@@ -88,7 +88,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> ErrorText:
 
 
 def is_users(file: str) -> bool:
-    """Whether a source file is the user's, not a file of an installed package, of Python or of mpistrat."""
+    """Return whether a source file is the user's own, and not of an installed package, Python or mpistrat."""
     parts = file.split(os.sep)
     # Frames of compiled Cython have paths in the sources of their package, such as h5py/_objects.pyx.
     return not (file.startswith(("<frozen ", *_OUTSIDE)) or "site-packages" in parts or "dist-packages" in parts
@@ -96,9 +96,9 @@ def is_users(file: str) -> bool:
 
 
 def split_message(error: BaseException) -> tuple[list[Frame], str]:
-    """Remove the frames from the message of an exception. Returns the frames, and the message with the class in front.
+    """Return the stack frames in the message of an exception, and the message without them, with the class in front.
 
-    Only texts of TensorFlow and AutoGraph are changed. If such a text has an error of mpistrat, only this error stays.
+    Only messages of TensorFlow and AutoGraph are split. If one contains an error of mpistrat, the rest is left out.
     """
     text = _ANSI.sub("", "".join(traceback.format_exception_only(error)).rstrip())
     head, colon, rest = text.partition(": ")
@@ -119,7 +119,7 @@ def split_message(error: BaseException) -> tuple[list[Frame], str]:
 
 
 def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
-    """Separate frames, their source lines, headings and empty lines from the other lines."""
+    """Return the frames in `lines`, and `lines` without frames, their source lines, headings and empty lines."""
     frames: list[Frame] = []
     message: list[str] = []
     block: list[str] = []  # the lines between two stacks
@@ -138,20 +138,20 @@ def _without_frames(lines: Iterable[str]) -> tuple[list[Frame], list[str]]:
 
 
 def _joined(message: list[str], block: list[str]) -> list[str]:
-    """Append a block, or return it alone if it repeats `message`: TensorFlow has some before and after the stack."""
+    """Append a block to a message. Return only the block if it repeats the message, as texts of TensorFlow do."""
     is_repeated = message and block and block[0].endswith(message[0]) and block[1:len(message)] == message[1:]
     return block if is_repeated else message + block
 
 
 def _without_node(lines: list[str]) -> list[str]:
-    """Keep only one line with a node of the graph, and none if all nodes are Python calls, whose names say nothing."""
+    """Remove all lines that name graph nodes, but keep one node that is not a Python call (PyFunc), if any."""
     found = [match["node"] for match in map(_NODE.match, lines) if match]
     named = [node for node in found if "{{node " in node and "PyFunc" not in node]
     return [*(line for line in lines if not _NODE.match(line)), *named[:1]]
 
 
 def _causes(error: BaseException) -> list[str]:
-    """A line for each exception that `error` was raised from, or while handling, unless its text is that of `error`."""
+    """Return a line for each cause of `error` (`__cause__`, or `__context__`), at most two. Omit repeated texts."""
     lines = []
     for _ in range(_MOST_CAUSES):
         how, cause = "caused by", error.__cause__
@@ -178,7 +178,7 @@ _PY_SPY_LIMIT_S = 3.0  # py-spy takes 0.03 s, unless the process is stopped.
 
 
 def where() -> str:
-    """Return where the main thread is, and other threads that run code of the user, as `_text_of`."""
+    """Return, as text, the last frames of the user's code in the main thread and in other threads that run it."""
     names = {thread.ident: f'thread "{thread.name}"' for thread in threading.enumerate()}
     main = threading.main_thread().ident
     stacks, is_collecting = _stacks()
@@ -189,11 +189,11 @@ def where() -> str:
 
 
 def main_line() -> str:
-    """Return the line of the user's code in which the main thread is, or "" if it is in no such code.
+    """Return, as text, the line of the user's code that the main thread executes; "" if it executes no such code.
 
-    The tracer calls this each second. Python 3.13.0 has crashed in faulthandler, which reads the states of threads that
-    may end meanwhile (https://github.com/python/cpython/issues/116008). From 3.12 on no garbage collection can begin
-    while frame objects are made, so there the frames are walked.
+    The tracer calls this each second. From Python 3.12 on it walks frame objects, because making them cannot start a
+    garbage collection there. It does not use faulthandler, which has crashed Python 3.13.0 when it read the state of a
+    thread that was ending (https://github.com/python/cpython/issues/116008). Before Python 3.12 it uses `_stacks`.
     """
     main = threading.main_thread().ident
     if sys.version_info < (3, 12):
@@ -210,13 +210,13 @@ def main_line() -> str:
 
 
 def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
-    """Return the threads of Python with their frames, and whether Python's garbage collector runs.
+    """Return (ident, frames) of each Python thread, and whether one of the threads runs the garbage collector.
 
-    Frames are outermost first, at most 100 per thread. A running collector waits in a destructor, in another thread.
+    Frames are outermost first, at most 100 per thread. A thread that runs the collector waits in a destructor now.
 
     Uses faulthandler, which makes no objects. Walking the frames of sys._current_frames() has crashed Python 3.11.7
-    (see https://github.com/python/cpython/issues/99110). Most likely the creation of a frame object ran the garbage
-    collector, whose finalizers let the thread of this frame continue.
+    (see https://github.com/python/cpython/issues/99110). Most likely, making a frame object started a garbage
+    collection, and a finalizer then let the thread of this frame continue.
     """
     with open(os.memfd_create("mpistrat-stacks"), "w+b") as file:  # not a pipe, which may be full
         faulthandler.dump_traceback(file)
@@ -236,7 +236,7 @@ def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
 
 
 def look(processes: Mapping[int, Process], rank: int) -> str:
-    """Return where a rank is, or how to find out, as text that begins a new line. Takes up to 3 s."""
+    """Return which code a rank executes, or how to find out, as text that begins with a line break. Takes up to 3 s."""
     if rank not in processes:  # It is on another host.
         return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
     pid = processes[rank].pid
@@ -257,7 +257,7 @@ def look(processes: Mapping[int, Process], rank: int) -> str:
 
 
 def _seen(output: bytes) -> str:
-    """The stacks in the output of `py-spy dump --json`. Raises ValueError, KeyError, TypeError: The output is other."""
+    """Return as text the stacks in the output of `py-spy dump --json`. Raises ValueError, KeyError, TypeError."""
     threads, found = [], json.loads(output)
     if not isinstance(found, list):
         raise TypeError(f"py-spy must print a list of threads. Received: {type(found).__name__}")
@@ -268,10 +268,10 @@ def _seen(output: bytes) -> str:
 
 
 def _text_of(threads: Iterable[tuple[str, list[Frame]]]) -> str:
-    """For each thread, a heading and its last frames of the user's code, outermost first, in Python's format.
+    """Return a heading for each thread, and its last frames of the user's code, in the format of Python's tracebacks.
 
-    `threads`: The threads in order, as (name, frames outermost first). The name is "" for the main thread, which has
-    its very last frame if no frame is of the user's code.
+    `threads`: (name, frames) of each thread, in order; frames are outermost first. The main thread has the name "". If
+    it has no frame of the user's code, its innermost frame is shown. Other threads without such a frame are left out.
     """
     parts = []
     for name, every in threads:

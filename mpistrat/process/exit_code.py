@@ -1,9 +1,9 @@
 """The exit code with which sys.exit() ends this process, for exit handlers.
 
-Python gives its exit handlers no exit code, and SystemExit does not reach sys.excepthook. A rank that other ranks wait
-for has to end the job with its exit code. So sys.exit() is replaced by a function that raises a subclass of SystemExit.
-When Python ends the process because of a SystemExit, it reads `code` while no Python code is on the stack. Python does
-not read `code` in this way if the script catches the exception.
+If a rank calls sys.exit() while other ranks wait for it, its exit handler ends the job with the same exit code. But
+Python does not give the exit code to exit handlers, and does not call sys.excepthook for SystemExit. So sys.exit() is
+replaced by a function that raises a subclass of SystemExit. If the exception ends the process, Python itself reads the
+attribute `code` while no Python function runs. Such a read does not occur if the script catches the exception.
 """
 
 import builtins
@@ -20,7 +20,7 @@ _final: object = None  # the status that Python has read
 
 
 class SystemExit(builtins.SystemExit):
-    """The exception of sys.exit in the main thread. Name, pickle and behaviour are those of the base class."""
+    """The exception of sys.exit in the main thread. Its name and its pickled form are those of the base class."""
 
     @property
     def code(self) -> Any:
@@ -48,16 +48,16 @@ def exit(status: object = None, /) -> NoReturn:
 
 
 def note() -> None:
-    """Replace sys.exit, so that `final` knows the exit code. Further calls do nothing. Local."""
+    """Replace sys.exit by `exit`, so that `final` can return the exit code. Later calls do nothing. Local."""
     global _previous, _is_noted
     if not _is_noted:
         _previous, sys.exit, _is_noted = sys.exit, exit, True
 
 
 def final() -> tuple[int, str] | None:
-    """Return the exit code (1 to 255) of the sys.exit call that ends this process, and the call as text.
+    """Return the exit code (1 to 255) of the sys.exit() that ends this process, and the call as text.
 
-    Returns None if the process is not ending, or ends for another reason, or with code 0.
+    Return None if the process is not ending, or ends without sys.exit(), or ends with code 0.
     """
     code = 0 if _final is None else _final & 0xFF if isinstance(_final, int) else 1
     return (code, f"sys.exit({_final!r})") if code else None

@@ -1,4 +1,4 @@
-"""The launcher (mpirun, srun) of this process according to the environment, and the variables of `mpistrat run`.
+"""What the environment of a process says about its launcher (mpirun, srun), and the variables of `mpistrat run`.
 
 Any process may call the functions, also before init().
 """
@@ -25,7 +25,7 @@ _IDENTITY = tuple(dict.fromkeys(name for each in LAUNCHERS for name in (each.ran
 def launched_size(environ: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of processes that the launcher started, and the name of the launcher.
 
-    (1, ""): There is no launcher. A number of 0: Only the MPI library knows the number.
+    Without a launcher the result is (1, ""). The number is 0 if only the MPI library knows it.
     """
     if (launcher := launcher_of(environ)) is None:
         return 1, ""
@@ -40,9 +40,9 @@ def launched_rank(environ: Mapping[str, str]) -> int:
 
 
 def identity(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that differ for every process that the launcher started; () without a launcher.
+    """Return values of the environment that tell one rank from all others; () without a launcher.
 
-    A rank, its child processes, and the shells and wrappers around the rank have the same identity.
+    A rank, its child processes, and the shells and wrappers around the rank have the same values.
     """
     return () if launcher_of(environ) is None else tuple(environ.get(name, "") for name in _IDENTITY)
 
@@ -50,9 +50,9 @@ def identity(environ: Mapping[str, str]) -> tuple[str, ...]:
 def freeze_libraries() -> None:
     """Exclude all existing objects from garbage collection, in a job of several ranks.
 
-    Called at the end of an import, before the script. TensorFlow and Keras make 380,000 objects that live until the
-    process ends. A full collection visits all of them in 0.2 s, and Python runs four or five collections when it ends:
-    0.9 s by which each rank, and so the job, ends later.
+    Importing mpistrat.tensorflow or mpistrat.keras calls this at its end. TensorFlow and Keras make 380,000 objects
+    that live until the process ends. A garbage collection of all of them takes 0.2 s, and Python collects four or five
+    times when it ends. Without this function each rank would end 0.9 s later.
     """
     if launched_size(os.environ)[0] != 1:
         gc.freeze()

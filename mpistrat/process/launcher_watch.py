@@ -1,9 +1,9 @@
-"""The launcher of a rank: a rank ends when its launcher has ended, and a child process of a rank is not a rank.
+"""Finds the launcher of a rank, ends the rank after its launcher, and refuses init() in child processes of a rank.
 
 The launcher is the nearest ancestor process whose environment does not have this rank's identity
-(`launch_env.identity`). On the launcher's own host this is mpirun; on other hosts it is mpirun's daemon (prted,
-hydra_pmi_proxy); under Slurm it is slurmstepd. Shells, debuggers and profilers between the launcher and Python have the
-rank's environment, so the search passes over them.
+(`launch_env.identity`). It is mpirun, or mpirun's daemon on this host (prted, hydra_pmi_proxy); under Slurm it is
+slurmstepd. Shells, debuggers and profilers between the launcher and Python have the rank's environment, so they are
+not taken for the launcher.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ _STARTED = ("this process was started by a rank (process {rank}), and is not a r
 
 
 class LauncherWatch:
-    """Ends this process when `launcher` has ended, until `stop` is called. A separate thread looks once per second.
+    """A thread that ends this process after `launcher` has ended. It checks once per second, until `stop` is called.
 
-    Normally the launcher (mpirun or srun) ends last and ends the ranks. If the launcher is killed (kill -9, out of
-    memory), or its host leaves the job, the ranks may go on: some hang in MPI, others train and their results are lost.
-    The MPI library detects the end of the launcher in only some of its calls.
+    Normally the launcher (mpirun or srun) ends last. If the launcher is killed (kill -9, out of memory), the ranks may
+    continue: some hang in MPI, others train, but their results are lost. The MPI library detects the end of the
+    launcher in only some of its calls.
     """
 
     def __init__(self, launcher: Process):
@@ -70,12 +70,12 @@ def end_now(why: str, code: int) -> NoReturn:
 
 
 def workers_of(pid: int, group: int, found: Iterable[Process]) -> list[Process]:
-    """Return those of `found` that a launcher would end with rank `pid`: its descendants in its process group."""
+    """Return the descendants of `pid` in `found` whose group is `group`. A launcher kills them together with `pid`."""
     return [process for process in procfs.descendants(pid, found) if process.group == group]
 
 
 def launcher_here(environ: Mapping[str, str]) -> Process | None:
-    """Return the launcher of this process, or None if /proc does not show one. `environ`: this process' environment."""
+    """Return the launcher of this process, or None if /proc does not show one. `environ`: This process' environment."""
     if not identity(environ):
         return None
     launcher = start_of_rank(environ)[1]
@@ -84,7 +84,7 @@ def launcher_here(environ: Mapping[str, str]) -> Process | None:
 
 
 def start_of_rank(environ: Mapping[str, str]) -> tuple[int, Process | None]:
-    """Return the pid of the process that this rank's launcher has started, and the launcher.
+    """Return the pid of the process that the launcher has started for this rank, and the process of the launcher.
 
     The started process is this process, or a shell or wrapper around this process. The launcher is None if /proc does
     not show it. `environ`: This process' environment.
@@ -99,11 +99,11 @@ def start_of_rank(environ: Mapping[str, str]) -> tuple[int, Process | None]:
 
 
 def require_own_place(environ: Mapping[str, str]) -> None:
-    """Raise NotInitializedError if this process has inherited its identity from a rank.
+    """Raise NotInitializedError if this process is a child process of a rank: MPI would mistake it for the rank.
 
-    MPI would mistake this process for the rank. A child process calls init() by mistake with multiprocessing's "spawn"
-    start method, which imports the script again in a new process. A process that mpirun started is accepted, even if a
-    rank started that mpirun, since mpirun gave it a new identity. Without a launcher every process is accepted.
+    This happens with multiprocessing's "spawn" start method: the new process imports the script, which calls init()
+    again. A process that mpirun started is accepted, even if a rank started that mpirun, because mpirun gives each
+    process a new identity. Without a launcher every process is accepted.
     """
     number = environ.get(RANK_PROCESS, "")
     own = identity(environ)
@@ -114,10 +114,10 @@ def require_own_place(environ: Mapping[str, str]) -> None:
 
 
 def notify_abort(environ: Mapping[str, str]) -> None:
-    """Send ABORTED to `mpistrat run` if it started the launcher of this rank on this host.
+    """Send the signal ABORTED to `mpistrat run`, if it has started the launcher of this rank on this host.
 
-    MPI_Abort reaches mpirun, but mpirun may then wait for hosts that it cannot reach. `mpistrat run` ends mpirun after
-    a time limit. If a rank of an outer `mpistrat run` started this mpirun, the outer `mpistrat run` gets no signal.
+    MPI_Abort reaches mpirun, but mpirun may then wait for hosts that it cannot reach. The signal makes `mpistrat run`
+    end mpirun after a time limit. If a rank has started this mpirun, the `mpistrat run` of that rank gets no signal.
     """
     launcher = launcher_here(environ)
     number = environ.get(RUN_NAME, "").partition("-")[0]

@@ -1,11 +1,11 @@
-"""The launchers: programs that start the ranks of a job. All differences between launchers are in this table.
+"""The table of launchers: programs that start the ranks of a job. It contains all differences between launchers.
 
-A new launcher needs an entry in this table and a row of tests/unit/test_launchers.py. If an entry leaves out a field,
-`mpistrat run` does not use that feature. `mpistrat run` starts jobs with launchers that have a `version`. The others
-are recognised by the environment variables of the processes that they start.
+A new launcher needs an entry in this table and a row of tests/unit/test_launchers.py. `mpistrat run` does not use the
+features whose fields an entry leaves out. It starts jobs only with launchers whose entry has a `version`. A rank knows
+its launcher by environment variables.
 
-The module imports nothing but the standard library, because the start-up code of `mpistrat run` executes this file
-alone, before the script imports anything (cli/startup). Patterns are text for the same reason: few processes need them.
+The module imports only the standard library, because the start-up code of a rank (cli/startup) executes this file by
+itself, before the script imports anything. Patterns are strings, not compiled, because few processes need them.
 """
 
 import signal
@@ -172,7 +172,7 @@ STARTED = tuple(each for each in LAUNCHERS if each.version)
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started the process with this environment; None if there is no launcher. Pure."""
+    """Return the launcher that started the process with this environment; None if there is none. Pure."""
     return next((each for each in LAUNCHERS if environ.get(each.rank, "").isdigit()
                  and all(name in environ for name in each.needs)), None)
 
@@ -187,7 +187,7 @@ def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def rank_in_shell() -> str:
-    """A POSIX shell expression for the rank of the shell's process, under all launchers of `mpistrat run`."""
+    """Return a POSIX shell expression for the rank of the shell, under each launcher that `mpistrat run` uses."""
     expression = f"${PMIX.rank}"
     for each in reversed(STARTED):
         expression = f"${{{each.rank}-{expression}}}"

@@ -1,7 +1,7 @@
-"""Detects ranks that have left or died, and ranks on a host that is lost: by their processes, or by connections.
+"""Detects ranks that have left or died, or whose host is lost: by their processes, or by connections between ranks.
 
-If a rank ends, mpirun usually ends the job within half a second. Sometimes mpirun does not: a shell around the rank
-lives on, or the job is to go on without the rank. Ranks that wait in shared memory do not notice the end.
+If a rank ends, mpirun usually ends the job within half a second. mpirun does not if a shell around the rank still runs,
+or if the job is to continue without the rank. Ranks that wait in shared memory do not notice the end.
 """
 
 import contextlib
@@ -36,17 +36,17 @@ _STOP_LOOK_S = 1.0  # between two checks whether a process is stopped; a check c
 
 
 class Neighbours:
-    """Calls `when_ended` with ranks whose processes have ended, once for each rank, until `stop` is called.
+    """A thread that calls `when_ended` with ranks that have ended, once for each rank, until `stop` is called.
 
     Args:
         processes: The process of each other rank of this host.
         others: All other ranks, including ranks of other hosts.
-        when_ended: Called in a thread of this object. It must not call `stop`.
+        when_ended: Called in the thread of this object. It must not call `stop`.
         reported: Returns the ranks that have ended according to another source, such as MPI. Called 20 times a second
             if some ranks' processes cannot be watched; None: there is no other source.
-        beside: The rank in `processes` that this rank checks for being stopped; None: no rank.
-        when_stopped: Called with `beside` in each second in which its process is stopped, and the seconds since then in
-            which this process ran (a batch system may stop all). Called with 0.0 when the stopped process continues.
+        beside: The rank whose process is also checked for a stop (SIGSTOP); None: no rank.
+        when_stopped: Called each second while that process is stopped, with `beside` and the length of the stop so far.
+            Seconds in which this process is stopped too do not count. Called with 0.0 after the stop.
     """
 
     def __init__(self, processes: Mapping[int, Process], others: Collection[int],
@@ -137,7 +137,7 @@ _SIOCGIFADDR = 0x8915  # from linux/sockios.h: the IPv4 address of an interface
 
 
 def local_addresses() -> tuple[str, ...]:
-    """The IPv4 addresses of this host's interfaces, in the order of the interfaces, without the loopback's."""
+    """Return the IPv4 addresses of this host, without loopback addresses, in the order of its interfaces."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -149,7 +149,7 @@ def local_addresses() -> tuple[str, ...]:
 
 
 def elsewhere(addresses: Iterable[str]) -> list[str]:
-    """The `addresses` of another host, without those that this host has too (container bridges) and that lead here."""
+    """Return the `addresses` of another host without those that this host has too, such as container bridges."""
     own = local_addresses()
     return [address for address in addresses if address not in own]
 
@@ -164,7 +164,7 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Invitation:
-    """The address at which the centre listens, and random bytes that the other ranks must know."""
+    """The address at which the centre (see Peers) listens, and a secret that the other ranks must know."""
 
     addresses: Sequence[str]  # of the centre's host
     port: int
@@ -172,10 +172,10 @@ class Invitation:
 
 
 class Peers:
-    """The connections of one rank, until `stop` is called.
+    """The connections of this rank: on one rank, the centre, to all other ranks; on any other rank, to the centre.
 
-    `probes`: Seconds between two probes (at least 1), and seconds without an answer after which a host is lost; None:
-    the defaults of Connection.
+    `probes`: Seconds between two keep-alive probes (at least 1), and seconds without an answer after which a host is
+    lost; None: the defaults of Connection.
     """
 
     def __init__(self, rank: int, probes: tuple[float, float] | None = None):
@@ -193,9 +193,9 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def listen(self, ranks: Sequence[int], addresses: Sequence[str], is_local: bool = False) -> Invitation:
-        """On the centre: listen for connections of `ranks`, all ranks except the centre. Local.
+        """On the centre: accept connections of `ranks`, which are all ranks except the centre. Local.
 
-        `addresses`: Those of this host. `is_local`: Whether all `ranks` are on this host.
+        `addresses`: The addresses of this host. `is_local`: Whether all `ranks` are on this host.
 
         Raises OSError: There is no free port.
         """
@@ -207,14 +207,14 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` no rank has connected."""
+        """On the centre: wait until all ranks have connected. Raises OSError: No rank has connected for `limit_s`."""
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):
                     raise OSError(f"ranks {sorted(self._missing)} have not connected to rank {self._rank}")
 
     def connect(self, invitation: Invitation, rank: int, limit_s: float) -> Connection:
-        """On ranks other than the centre: connect to the centre, `rank`. Only this object may read the connection.
+        """On a rank other than the centre: connect to the centre `rank`. Only this object may read from the connection.
 
         Raises OSError: No address answers within `limit_s`. The message has an error for each address.
         """
@@ -225,18 +225,18 @@ class Peers:
         return connection
 
     def watch(self, when_ended: Callable[[int, End], None] = lambda *_: None) -> None:
-        """Start a thread that watches for the ends of peers, and calls `when_ended` with each peer and its end."""
+        """Start a thread that calls `when_ended(rank, end)` for each peer that ends, until `stop` is called."""
         self._thread = threading.Thread(target=self._run, args=(when_ended,), name="mpistrat-peers", daemon=True)
         self._thread.start()
 
     def end_of(self, rank: int, timeout_s: float | None) -> End | None:
-        """Wait for the end of a peer, and return how it has ended; None if it has not ended within `timeout_s`."""
+        """Wait until a peer has ended, and return how it has ended; None if it has not ended within `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: rank in self._ends, timeout_s)
             return self._ends.get(rank)
 
     def leave(self) -> None:
-        """Tell all peers that this rank leaves, with the ranks that have died. The ends of peers are still noticed."""
+        """Tell all peers that this rank leaves, and which ranks have died. The thread of `watch` continues."""
         with self._changed:
             self._take_ends()  # To report deaths just before, too.
             for connection in (*self._connections, *self._left):
@@ -293,7 +293,7 @@ class Peers:
                     when_ended(rank, end)
 
     def _take_ends(self) -> list[tuple[int, End]]:
-        """Read the last messages of peers that have ended. Returns these peers and their ends."""
+        """Find the peers that have ended since the last call. Return their ranks, and how they have ended."""
         found = []
         for connection in self._connections.keys() & wait(self._connections, 0):  # type: ignore[arg-type]
             rank = self._connections.pop(connection)

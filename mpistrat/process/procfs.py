@@ -23,16 +23,16 @@ class Process:
         return now if now is not None and now.started == self.started else None
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process still exists. A zombie counts as ended."""
         return self._now() is not None
 
     def is_stopped(self) -> bool:
-        """Whether the process is stopped: it exists, and does nothing until it gets SIGCONT."""
+        """Return whether the process is stopped, by a signal or a debugger. It does nothing until it is continued."""
         return (now := self._now()) is not None and now.state in _STOPPED
 
 
 def find(pid: int) -> Process | None:
-    """Return the process with this number; None if it has ended or does not exist."""
+    """Return the process with this pid; None if there is no such process, or if it is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode(errors="replace")

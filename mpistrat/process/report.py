@@ -1,14 +1,14 @@
 """The report of a rank that fails: the rank prints it to stderr (`announce`), `mpistrat run` reads it (ReportReader).
 
-Under `mpistrat run` a rank prints a report instead of the traceback: marked lines with the rank, so that the lines of
-several ranks may mix, and its encoded last operations. `mpistrat run` collects the reports, and prints one summary
+Under `mpistrat run` a rank that fails prints a report instead of the traceback. Each line of the report begins with a
+mark and the rank, because lines of several ranks may mix. `mpistrat run` collects the reports, and prints one summary
 after the job has ended. Without `mpistrat run` a rank prints one sentence after the traceback. process/abort.py calls
 `announce`, in the thread of the exception.
 
-The lines go through mpirun's stderr, which comes from all hosts. A wrapper may have joined the stderr of Python with
-its stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that mpirun started.
-A shell could instead keep that stderr open under another number, but mpirun waits until all processes have closed it,
-also a process that a wrapper leaves behind. The alternative of PMIx (PMIx_Log) exists only after MPI_Init.
+mpirun forwards the stderr of the ranks of all hosts, and so the reports. But a wrapper may have joined the stderr of
+Python with its stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that
+mpirun started. A shell could instead keep a copy of that stderr open. But processes that a wrapper leaves behind would
+have the copy too, and mpirun would wait for their end. PMIx_Log, another way, exists only after MPI_Init.
 """
 
 import contextlib
@@ -92,9 +92,9 @@ class ReportReader:
                 for rank, host, code, parts in self._begun]
 
     def take(self, line: bytes) -> bytes | None:
-        """Take a line if it belongs to a report, else return None.
+        """Parse a line of a report. Return None if the line does not belong to a report.
 
-        Returns the text before the report in the line: nothing, a tag of mpirun, or an unfinished line of another rank.
+        Else return the text before the report: nothing, a tag of mpirun, or an unfinished line of another rank.
         """
         if b"[mpistrat] rank " not in line:
             return None
@@ -122,7 +122,7 @@ class ReportReader:
 
 
 def mode(environ: MutableMapping[str, str]) -> str:
-    """Return SUMMARY or TRACEBACK if this process is a rank that `mpistrat run` has started, else ""."""
+    """Return how this rank reports errors: SUMMARY, TRACEBACK (with a traceback), or "" without `mpistrat run`."""
     global _mode
     if _mode is None:  # Programs that this process starts must not inherit the variable.
         _mode, _, number = environ.pop(RUN_REPORTS, "").partition(" ")
@@ -132,9 +132,9 @@ def mode(environ: MutableMapping[str, str]) -> str:
 
 
 def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
-    """Set _descriptor. Returns whether mpirun reads it, which is false if a wrapper redirects (`exec >log 2>&1`).
+    """Set `_descriptor` to the stderr that mpirun reads. Return False if a wrapper redirects it (`exec >log 2>&1`).
 
-    `number`: That of the descriptor in the process that mpirun has started; "": that of stderr.
+    `number`: The descriptor's number in the process that mpirun has started; "": the number of stderr.
     """
     global _descriptor
     first, launcher = launcher_watch.start_of_rank(environ)
@@ -157,7 +157,7 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
     """Return whether this rank prints only the report of an exception, without the traceback.
 
     The rank also prints the traceback if the script has replaced sys.stderr, or if stderr is a file or a pipe of a
-    wrapper, which may lead to a log of this rank.
+    wrapper, because these may lead to a log of this rank.
     """
     stream = sys.__stderr__
     if mode(environ) != SUMMARY or stream is None or sys.stderr is not stream:
@@ -171,7 +171,7 @@ def replaces_traceback(environ: MutableMapping[str, str]) -> bool:
 
 def announce(rank: int, host: str, code: int, text: ErrorText, environ: MutableMapping[str, str],
              ends_job: bool = True) -> None:
-    """Print why this rank fails: as a report under `mpistrat run`, else as a text with all lines of the message."""
+    """Print why this rank fails: as a report under `mpistrat run`, else as a sentence with the whole message."""
     if not mode(environ):
         how = ("ends the job" if ends_job else "ends") + (f" with exit code {code}" if code != 1 else "")
         print(f"[mpistrat] rank {rank} on {host} {how}: {text.message}", file=sys.stderr, flush=True)
@@ -186,13 +186,13 @@ def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
 
 
 def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Send this rank's last operations to `mpistrat run`, in the line format of trace/last.py. See `tell`."""
+    """Send the records of this rank's last operations to `mpistrat run`, if there is one, as lines of trace/last.py."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
 
 
 def _send(lines: list[str]) -> None:
-    """Write to the stderr that mpirun reads. Does nothing if there is no stderr, or no reader."""
+    """Write lines to the stderr that mpirun reads. Does nothing if there is no stderr, or no reader."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
         # Not sys.stderr: the script may have replaced it, whereas mpirun reads the original stderr.
@@ -201,7 +201,7 @@ def _send(lines: list[str]) -> None:
 
 
 def _write(descriptor: int, lines: list[str]) -> None:
-    """Write whole lines at once as far as possible, so that lines of other ranks do not come in between."""
+    """Write blocks of whole lines, because the lines of other ranks may come between two writes."""
     block = b""
     for line in [*(line.encode(errors="backslashreplace") for line in lines), b""]:
         if block and (not line or len(block) + len(line) > _WRITE_BYTES):
@@ -212,7 +212,7 @@ def _write(descriptor: int, lines: list[str]) -> None:
 
 
 def _await_reader(descriptor: int) -> None:
-    """Wait a moment until a pipe has been read: mpirun mixes the ranks' output as it reads it, not in whole lines."""
+    """Wait up to 0.1 s until the pipe is empty: mpirun reads at most 4096 bytes, and could otherwise split a line."""
     until = time.monotonic() + _READ_S
     with contextlib.suppress(OSError):  # The descriptor is not a pipe.
         while time.monotonic() < until and any(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))):

@@ -44,9 +44,9 @@ class StepTimer:
 
     def end_step(self, steps: int, rows: int | None, is_global: bool,
                  waits_between: Callable[[float, float], Waits]) -> None:
-        """Count `steps` more steps. This rank has trained on `rows` rows since its start. Any thread may call it.
+        """Count `steps` more steps. `rows`: All rows that this rank has trained on, or None. Any thread may call it.
 
-        `waits_between`: Returns the waits of this rank between two times of `time.perf_counter`.
+        `is_global`: See StepTimes. `waits_between`: Returns this rank's waits between two times of time.perf_counter.
         """
         self._calls, self._steps = self._calls + 1, self._steps + steps
         now = time.perf_counter()
@@ -64,7 +64,7 @@ class StepTimer:
             raise SystemExit
 
     def tell_of_early_end(self) -> None:
-        """At the end of the script: report the number of steps if there were too few steps."""
+        """At the end of the script, report the number of steps if step `last` was not reached."""
         if not self._has_ended:
             self._tell(StepTimes(0, 0.0, None, False, self._steps))
 
@@ -76,7 +76,7 @@ _timer: StepTimer | None = None
 
 
 def current(environ: MutableMapping[str, str] = os.environ) -> StepTimer | None:
-    """The timer of this rank; None unless `mpistrat run --efficiency` has started this rank."""
+    """Return the timer of this rank; None unless `mpistrat run --efficiency` has started this rank."""
     global _timer
     steps = environ.pop(launch_env.RUN_STEPS, None)  # Programs that this process starts must not inherit it.
     if steps is not None:

@@ -1,12 +1,12 @@
 """tf.train.Checkpoint, CheckpointManager and tf.saved_model.save with a strategy's variables: rank 0 writes.
 
-All ranks call these functions. They are patched when the first strategy is created, and behave as before for objects
-without variables of a strategy.
+All ranks call these functions. The first strategy that is created replaces them. Objects without variables of a
+strategy are saved as before.
 
-An asynchronous checkpoint (CheckpointOptions) has two Checkpoint objects: the user's copies the variables in the thread
-that saves, and an inner one writes the copies in its own thread. Only the user's object reads the variables, so all
-ranks have the values at the time of the call. The writing threads of the ranks synchronise before and after rank 0
-writes, in the name space of this checkpoint.
+For an asynchronous checkpoint (CheckpointOptions), TensorFlow uses two Checkpoint objects. The user's object copies the
+variables, in the thread that saves. An inner object writes the copies, in a thread of its own. So all ranks have the
+values at the time of the call. The writing threads of all ranks synchronise before and after rank 0 writes. The names
+of these collectives begin with a name of the checkpoint, the name space.
 """
 
 import copy
@@ -48,7 +48,7 @@ def patch() -> None:
 
 
 def with_values_of(trackable: object) -> AbstractContextManager[None]:
-    """A context in which this rank can read the aggregated values of `trackable` without a collective. Collective."""
+    """Return a context in which this rank reads aggregated values of `trackable` locally. The call is collective."""
     values = {}
     for variable in _strategy_variables(trackable):
         if isinstance(variable, RankSyncOnReadVariable):
@@ -61,7 +61,7 @@ def with_values_of(trackable: object) -> AbstractContextManager[None]:
 
 
 def _strategy_variables(trackable: object) -> Iterable[RankMirroredVariable | RankSyncOnReadVariable]:
-    """The variables of an MPIStrategy that a checkpoint of `trackable` contains, in the same order on all ranks."""
+    """Return the variables of an MPIStrategy that a checkpoint of `trackable` contains, in one order on all ranks."""
     # A Keras variable is no tf.Variable but contains one. (getattr of a missing attribute is a collective for a
     # variable that is synchronised on reading: TensorFlow looks for the attribute in the variable's value.)
     found = (node if isinstance(node, tf.Variable) else getattr(node, "_value", node)
@@ -74,7 +74,7 @@ def _is_of_strategy(trackable: object) -> bool:
 
 
 def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None) -> str:
-    """Replaces Checkpoint._write, which `write`, `save` and CheckpointManager call."""
+    """Replaces Checkpoint._write, which `write`, `save` and CheckpointManager call. Only rank 0 writes."""
     original = _originals["_write"]
     if not _is_of_strategy(self):
         return original(self, file_prefix, options)
@@ -102,7 +102,7 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
 
 
 def _gathering(trackable: object) -> Callable[[int], None] | None:
-    """Return a function that gathers the divided states of optimizers on a rank; None if no state is divided."""
+    """Return a function that gathers divided optimizer states on the given rank; None if no state is divided."""
     optimizers = filter(is_optimizer, tf.train.TrackableView(trackable).descendants())
     states = {id(state): state for optimizer in optimizers for find in divided_states for state in find(optimizer)}
 
@@ -114,9 +114,9 @@ def _gathering(trackable: object) -> Callable[[int], None] | None:
 
 
 def _save_model(obj: object, export_dir: str | os.PathLike, *args: object, **kwargs: object) -> object:
-    """Replaces the inner function of tf.saved_model.save: the ranks would remove each other's temporary files.
+    """Replaces the inner function of tf.saved_model.save: otherwise ranks would remove each other's temporary files.
 
-    (Not tf.saved_model.save itself: TensorFlow loads tf.saved_model late, and would restore the original function.)
+    (tf.saved_model.save itself is not replaced: TensorFlow loads tf.saved_model late, and would undo the replacement.)
     """
     original = functools.partial(_originals["_save_model"], obj, export_dir, *args, **kwargs)
     # TensorFlow raises the error for an object of another class.
@@ -133,9 +133,9 @@ def _is_asynchronous(options: Options) -> bool:
 
 
 def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
-    """Replaces Checkpoint._async_checkpointer, which creates the inner checkpoint, in the thread that saves.
+    """Replaces Checkpoint._async_checkpointer, which creates the inner checkpoint, and adds a name space to it.
 
-    The first save creates the inner checkpoint, so the ranks number the asynchronous checkpoints of a thread alike.
+    The name contains a number, which counts the inner checkpoints of the saving thread. All ranks get the same number.
     """
     helper = _originals["_async_checkpointer"](self)
     writer = helper.checkpointer()
@@ -146,18 +146,18 @@ def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
 
 
 class _ManagerMark:
-    """A callback of an asynchronous write. It marks the CheckpointManager whose state the ranks must share."""
+    """A callback of an asynchronous write that does nothing. It tells `_write` which CheckpointManager has saved."""
 
     def __init__(self, manager: tf.train.CheckpointManager):
         self.manager = manager
 
     def __call__(self) -> None:
-        """Does nothing. TensorFlow calls it on the rank that has written."""
+        """Do nothing. TensorFlow calls this on the rank that has written."""
 
 
 def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable | None = None,
           check_interval: bool = True, options: Options = None) -> str | None:
-    """Replaces CheckpointManager.save. After it all ranks have the writer's list of kept and deleted checkpoints."""
+    """Replaces CheckpointManager.save. Afterwards all ranks have the writer's list of kept and deleted checkpoints."""
     together = _is_of_strategy(self.checkpoint)
     if together and options is not None and _is_asynchronous(options):
         options = copy.copy(options)
@@ -169,7 +169,7 @@ def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable
 
 
 def _share_state(manager: tf.train.CheckpointManager) -> None:
-    """Copy the state of the manager that wrote to this directory. Collective."""
+    """Give `manager` the state of the manager on the rank that has written to the same directory. Collective."""
     directory = os.path.abspath(manager.directory)
     statuses = files.exchange_status(value=(directory, {name: getattr(manager, name) for name in _STATE_OF_MANAGER}))
     if statuses is not None:

@@ -1,7 +1,7 @@
-"""`strategy.extended`, the interface that tf.distribute and Keras call: one replica per rank.
+"""`strategy.extended`: the methods of a strategy that tf.distribute and Keras call. Each rank has one replica.
 
 TensorFlow's class for several processes runs each replica in its own thread, so it cannot run collectives in branches
-and loops. One replica per process needs no thread, and `merge_call` is a plain call.
+and loops. With one replica per process there is no such thread, and `merge_call` calls its function directly.
 """
 
 import functools
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class RankExtended(tf.compat.v1.distribute.StrategyExtended):
-    """The extended part of an MPIStrategy, which has the same arguments. TensorFlow and Keras call its methods."""
+    """The `extended` attribute of an MPIStrategy. TensorFlow and Keras call its methods. Arguments: see MPIStrategy."""
 
     # Gradients are averaged here. DistributedOptimizer and DistributedGradientTape raise an error if this is set.
     averages_gradients = True
@@ -59,7 +59,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
     @property
     def _topology(self) -> Topology:
-        """The topology of the current job; after shutdown() that of the last job."""
+        """The topology (ranks and hosts) of the job, also after shutdown()."""
         if runtime.is_initialized():
             self._known = runtime.current().topology
         return self._known
@@ -82,15 +82,15 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return getattr(v, "_distribute_strategy", None) is self._container_strategy()
 
     def read_var(self, v: DistributedVariable) -> tf.Tensor:
-        """The aggregated value of `v`. Collective for variables that are synchronised on reading."""
+        """Return the aggregated value of `v`. Collective if `v` is synchronised on reading, else local."""
         return v._get_cross_replica() if is_sync_on_read(v) else tf.identity(v._get())
 
     value_container = staticmethod(value_container)
 
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
-        """Declare that all ranks assign equal values to a variable of ONLY_FIRST_REPLICA, so no broadcast is needed.
+        """Declare that all ranks assign equal values to a variable, so its assignments need no broadcast from rank 0.
 
-        Keras counts an optimizer's steps in such a variable; else each step would have a broadcast.
+        Keras' step counter has the aggregation ONLY_FIRST_REPLICA: without this, each step would broadcast it.
         """
         variable.is_in_lockstep = True
 
@@ -120,7 +120,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
             return fn(component, *args, **(kwargs or {}))
 
     def component(self, var: tf.Variable) -> tf.Variable:
-        """This rank's component of a distributed variable. Raises ValueError for any other variable."""
+        """Return this rank's component of a distributed variable. Raises ValueError: `var` is not distributed."""
         if not isinstance(var, DistributedVariable):
             raise ValueError(f"the variable {getattr(var, 'name', var)!r} was not created in this strategy's scope. "
                              "Create models, optimizers and variables under `with strategy.scope():`.")
@@ -151,7 +151,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return self._reduced(reduce_op, [value for value, _ in value_destination_pairs], options)
 
     def bucket_bytes(self, options: CommunicationOptions | None = None) -> int:
-        """Return the bucket size of a call with `options`; 0 is the default. Also apply the timeout of `options`."""
+        """Return the bucket size for a call with `options`; 0: the default. Also apply the timeout in `options`."""
         if options is not None:
             apply_timeout(options)
         return int(self._options.merge(options).bytes_per_pack)
@@ -168,7 +168,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         return results
 
     def local(self, value: object) -> Any:
-        """Return this rank's part of a distributed value, or of a distributed variable the value of its component."""
+        """Return this rank's part of a distributed value; of a distributed variable, the value of its component."""
         if isinstance(value, DistributedVariable):
             return value._get_replica(0).read_value()
         if isinstance(value, tf.distribute.DistributedValues):
@@ -244,10 +244,10 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 
 @functools.cache
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Return the resolver that tells programs which rank is the chief. All ranks are workers; worker 0 is the chief.
+    """Return a ClusterResolver whose workers are all ranks. Worker 0 is the chief.
 
-    TensorFlow's own strategies report a cluster without a chief likewise, so programs that check only for workers work
-    too. No server listens on the ports. MPIClusterResolver, in contrast, forms a cluster of servers.
+    TensorFlow's own strategies also report clusters without a job "chief", so programs that know only workers work too.
+    No server listens at the addresses. MPIClusterResolver, in contrast, forms a cluster of servers.
     """
     alone = len(topology.hosts) == 1
     workers = [f"{'localhost' if alone else host}:0" for host in topology.host_of]
@@ -257,7 +257,7 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResol
 
 
 def apply_timeout(options: CommunicationOptions) -> None:
-    """Set the engine's stall limit, for all later collectives, to the timeout in the options, if there is one."""
+    """If `options` have a timeout, make it the engine's stall limit for all later collectives."""
     if options.timeout_seconds is not None:
         if options.timeout_seconds <= 0:
             raise InvalidRequestError("CommunicationOptions.timeout_seconds must be above 0. "
@@ -270,13 +270,13 @@ def apply_timeout(options: CommunicationOptions) -> None:
 
 
 class RankReplicaContext(tf.distribute.ReplicaContext):
-    """TensorFlow's replica context with two replaced collectives. The other methods call `strategy.extended`."""
+    """TensorFlow's replica context, with all_reduce and all_gather replaced. Other methods call `strategy.extended`."""
 
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: Structure,
                    options: CommunicationOptions | None = None) -> Structure:
         """Reduce over the replicas. Collective, differentiable.
 
-        It replaces TensorFlow's method, which keeps each graph that calls it alive until the process ends.
+        This replaces TensorFlow's method, which keeps each graph that calls it alive until the process ends.
 
         Args:
             reduce_op: tf.distribute.ReduceOp, or its name.
@@ -314,7 +314,7 @@ def reduce_op_of(op: tf.distribute.ReduceOp | str) -> tf.distribute.ReduceOp:
 
 @dataclass(frozen=True)
 class AllGatherGradient(Gradient):
-    """The gradient of an all-gather: this replica's part of the upstream gradient summed over the replicas."""
+    """The gradient of an all-gather: upstream gradients are summed, and each replica takes its own slice of the sum."""
 
     axis: int
 

@@ -1,13 +1,13 @@
-"""Datasets of a strategy: each rank reads its part of every global batch. TensorFlow shards and rebatches.
+"""Datasets of a strategy: each rank reads its part of every global batch. TensorFlow's code shards and rebatches.
 
-This module replaces the policy AUTO. TensorFlow's AUTO shards by files as far as possible. If it then finds a source
-without files, it shards the changed graph by rows: a zip of files and memory pairs rows of a rank's files with wrong
-labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). And with sharding by files `take`, `skip` and `zip`
-count the rows of the rank's files instead of the dataset's rows. So AUTO here means FILE if the ranks' rows are those
-of the dataset with FILE, and otherwise DATA of the unchanged dataset.
+Here the auto-shard policy AUTO has a different meaning than in TensorFlow, because TensorFlow's AUTO may change rows.
+It shards by files as far as possible. If it then finds a source without files, it also shards by rows: a zip of files
+and arrays then pairs rows with wrong labels (TensorFlow 2.21, grappler/optimizers/data/auto_shard.cc). With sharding by
+files, `take`, `skip` and `zip` also count only the rows of this rank. Here AUTO means FILE if FILE does not change
+which rows the dataset has, and otherwise DATA.
 
-Datasets may end at different times on different ranks. So TensorFlow runs a collective before each step, which finds
-out whether any rank has data left. It is switched off where all ranks are known to have the same number of batches.
+The datasets of different ranks may end at different times. So TensorFlow runs a collective before each step, to find
+out whether any rank has data left. It is left out if all ranks are known to have the same number of batches.
 """
 
 import functools
@@ -47,7 +47,7 @@ _in_order: ContextVar[bool] = ContextVar("mpistrat_rows_in_order", default=False
 
 @contextmanager
 def rows_in_order() -> Iterator[None]:
-    """A context in which AUTO keeps the order of rows: in each step, the ranks' parts make up the next global batch."""
+    """A context in which AUTO keeps the order of rows: in each step the ranks' parts form the next global batch."""
     before = _in_order.set(True)
     try:
         yield
@@ -56,7 +56,7 @@ def rows_in_order() -> Iterator[None]:
 
 
 class Pipelines:
-    """Creates the distributed datasets of a strategy. `topology` returns the current topology."""
+    """Creates the distributed datasets of a strategy. `topology`: Returns the current topology."""
 
     def __init__(self, strategy: tf.distribute.Strategy, topology: Callable[[], Topology], device: str):
         self._strategy, self._topology, self._device = strategy, topology, device
@@ -72,9 +72,9 @@ class Pipelines:
     def distribute(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         """Return this rank's part of a dataset of global batches. Collective.
 
-        Raises NotImplementedError: For InputReplicationMode.PER_REPLICA. ValueError: On every rank, when the ranks'
-        elements differ in structure, dtype or shape (except for the number of rows), or the policy is FILE and
-        TensorFlow cannot shard by files, for example with fewer files than ranks.
+        Raises NotImplementedError: For InputReplicationMode.PER_REPLICA. ValueError: On every rank, if the elements
+        differ among the ranks in structure, dtype or shape (except the number of rows), or if the policy is FILE and
+        TensorFlow cannot shard by files, for example because there are fewer files than ranks.
         """
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("InputReplicationMode.PER_REPLICA is only supported in "
@@ -132,9 +132,9 @@ class Pipelines:
 
     def _by_files(self, dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy,
                   options: InputOptions) -> tuple[tf.distribute.DistributedDataset | None, str]:
-        """Return the dataset sharded by files and "", or None and the reason. Collective; the same on all ranks.
+        """Return (the dataset sharded by files, ""), or (None, the reason why not), the same on all ranks. Collective.
 
-        With the policy AUTO the result is also None if sharding by files would change the rows or their order.
+        With the policy AUTO the dataset is also None if sharding by files would change the rows or their order.
         """
         distributed, own, names_of_files = None, "", _names_of_files(dataset)
         if policy == _Policy.AUTO and _in_order.get():
@@ -165,7 +165,7 @@ class Pipelines:
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:
-        """Return the dataset of `dataset_fn` as a distributed one, without sharding or rebatching. Collective."""
+        """Return the dataset of `dataset_fn` as a distributed dataset. It is not sharded or rebatched. Collective."""
         if options is not None and _is_per_replica(options):
             raise NotImplementedError("MPIStrategy has one replica per process, so InputReplicationMode.PER_REPLICA "
                                       "has no meaning. Leave it out.")
@@ -185,10 +185,10 @@ class Pipelines:
         return "GPU" not in self._device or (options is not None and not options.experimental_fetch_to_device)
 
     def _iteration(self, options: InputOptions) -> InputOptions:
-        """Options that make TensorFlow use a plain iterator where the input is read on the host.
+        """If the input is read on the host, return options for a plain iterator; else return `options`.
 
-        Its iterator for several devices is for GPUs. On the host it adds two threads per epoch. Twice in some thousands
-        of epochs (TensorFlow 2.21) one of its C++ threads crashed while Keras deleted such an iterator.
+        TensorFlow's usual iterator is for several GPUs. On the host it would add two threads per epoch. One of these
+        threads (C++) has crashed twice in some thousands of epochs (TensorFlow 2.21), while Keras deleted an iterator.
         """
         if not self._reads_on_host(options):
             return options
@@ -198,7 +198,7 @@ class Pipelines:
 
     def _read_ahead(self, distributed: tf.distribute.DistributedDataset,
                     options: InputOptions) -> tf.distribute.DistributedDataset:
-        """Add the prefetch buffer that TensorFlow's iterator for devices has."""
+        """If the input is read on the host, add a prefetch buffer, which the plain iterator (`_iteration`) lacks."""
         size = 1 if options is None else options.experimental_per_replica_buffer_size
         if self._reads_on_host(options) and size:
             datasets = _datasets_of(distributed)
@@ -206,10 +206,10 @@ class Pipelines:
         return distributed
 
     def _agree(self, dataset: tf.data.Dataset, sources: list[str]) -> tuple[int, int, bool]:
-        """Return this rank's number of batches, the ranks' largest number, and whether all are equal. Collective.
+        """Return this rank's number of batches, the ranks' largest number, and whether all ranks have the same number.
 
-        The largest number is UNKNOWN_CARDINALITY if the number of any rank is unknown. Rank 0 logs a warning if the
-        ranks have different sources.
+        Collective. The largest number is UNKNOWN_CARDINALITY if any rank's number is unknown or infinite. Rank 0 logs a
+        warning if the ranks have different `sources`.
         """
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, tf.data.UNKNOWN_CARDINALITY, False
@@ -232,7 +232,7 @@ def _say_once(text: str) -> None:
 
 
 def _kind(spec: tf.TypeSpec) -> str:
-    """The part of a spec that must be equal on all ranks: everything but the number of rows."""
+    """Return the part of a spec that must be equal on all ranks, as text: everything but the number of rows."""
     shape = getattr(spec, "shape", None)
     if shape is None or shape.rank is None:
         return str(spec)
@@ -247,7 +247,7 @@ def _parts_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
-    """The class name of a dataset, without its inputs, and the types of the operations in its functions."""
+    """Yield the class name of a dataset, and the types of the operations in its functions. Inputs do not count."""
     yield type(dataset).__name__
     for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
@@ -260,9 +260,9 @@ def _has_reader(dataset: tf.data.Dataset) -> bool:
 
 
 def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
-    """Return the datasets of file names that the policy FILE shards; None if sharding would change the rows.
+    """Return the datasets of file names that policy FILE divides among the ranks; None if FILE would change the rows.
 
-    The rows stay the same if each row comes from a file, and all later datasets treat each row separately.
+    FILE does not change the rows if each row comes from a file, and each later dataset treats rows separately.
     """
     if _has_reader(dataset):
         return list(getattr(dataset, "_impl", dataset)._inputs())
@@ -273,7 +273,7 @@ def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
 
 
 def _with_policy(dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShardPolicy) -> tf.data.Dataset:
-    """Return the dataset with a policy. With DATA the order of rows is deterministic, the same on all ranks."""
+    """Return the dataset with a policy. DATA also makes the order of rows deterministic, so equal on all ranks."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = policy
     if policy == _Policy.DATA and dataset.options().deterministic is False:
@@ -282,13 +282,13 @@ def _with_policy(dataset: tf.data.Dataset, policy: tf.data.experimental.AutoShar
 
 
 def _datasets_of(distributed: tf.distribute.DistributedDataset) -> list[tf.data.Dataset]:
-    """Return the list of the workers' datasets, one in each process, made from a dataset or from a function."""
+    """Return TensorFlow's list of the datasets of this process' workers. A process has one worker."""
     found: list[tf.data.Dataset] = getattr(distributed, "_cloned_datasets", None) or distributed._datasets
     return found
 
 
 def takes_from_generator(distributed: tf.distribute.DistributedDataset) -> bool:
-    """Whether a distributed dataset reads a generator of Python, which may give each element only once."""
+    """Return whether a distributed dataset reads a Python generator, which may yield each element only once."""
     return any(map(_reads_generator, _datasets_of(distributed)))
 
 
@@ -297,10 +297,10 @@ def _reads_generator(dataset: tf.data.Dataset) -> bool:
 
 
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset with copies of the elements that a Python generator yields, and any other dataset as it is.
+    """Return a dataset that copies each element of a Python generator. Return any other dataset unchanged.
 
-    TensorFlow does not copy the arrays that a generator yields. After splitting an element into the ranks' parts, it
-    writes results to that memory, which would change the user's arrays. (Seen in TensorFlow 2.21 without mpistrat too.)
+    TensorFlow does not copy the arrays that a generator yields. It splits an element into the parts of the ranks, and
+    then writes results to that memory: the user's arrays would change. (TensorFlow 2.21 does so without mpistrat too.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):
@@ -316,11 +316,11 @@ def _is_split_by_rows(spec: tf.TypeSpec) -> bool:
 
 
 def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset with ragged indices and values, and a shape for each row, instead of each sparse tensor.
+    """Return a dataset with ragged indices, ragged values and the shape of each row in place of each sparse tensor.
 
-    TensorFlow splits ragged tensors into the ranks' parts. For sparse tensors it fails at a part without rows
-    ("Serialized sparse should have at least 1 serialized tensor"), and needs sorted indices. scipy's matrices may have
-    column order or no order.
+    TensorFlow can split ragged tensors into the parts of the ranks. For sparse tensors it fails if a part has no rows
+    ("Serialized sparse should have at least 1 serialized tensor"), or if the indices are not sorted. scipy's matrices
+    may have column order or no order.
     """
     def by_rows(x: tf.Tensor) -> tf.Tensor | tuple[tf.Tensor, ...]:
         if not isinstance(x, tf.SparseTensor):
@@ -335,7 +335,7 @@ def _sparse_by_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _sparse_again(dataset: tf.data.Dataset, spec: object) -> tf.data.Dataset:
-    """The inverse of _sparse_by_rows, for elements of this spec."""
+    """Undo `_sparse_by_rows`. `spec`: The element spec of the original dataset."""
     def sparse(of: tf.TypeSpec, indices: tf.RaggedTensor, values: tf.RaggedTensor, shapes: tf.Tensor) -> tf.Tensor:
         # In a part without rows the sizes that the spec does not know are lost, and become 0.
         known = tf.constant([0 if size is None else size for size in of.shape[1:]], tf.int64)
@@ -362,7 +362,7 @@ _VERSION = random.getstate()[0]  # The version of the state of Python's `random`
 
 
 def seed_alike() -> None:
-    """Seed TensorFlow with the seed that rank 0 has set, or a random one. Collective."""
+    """Seed TensorFlow on all ranks with the seed of rank 0, or with a random seed if rank 0 has none. Collective."""
     seed = _drawn() if global_seed() is None else global_seed()
     tf.random.set_seed(int(array_ops.broadcast(np.int64(seed), 0, name=names.eager("strategy/seed"))))
 
@@ -371,8 +371,8 @@ def seed_alike() -> None:
 def state_of_first_rank() -> Iterator[None]:
     """A context in which all ranks shuffle with the random state of rank 0. Collective.
 
-    TensorFlow's random state is restored afterwards. The state of Python's `random` stays rank 0's, because Keras
-    shuffles a PyDataset from it later, in another thread.
+    At the end TensorFlow's random state is restored. Python's `random` keeps the state of rank 0, because Keras
+    shuffles a PyDataset with it later, in another thread.
     """
     own = _state()
     if own[0] is None:
@@ -392,7 +392,7 @@ def _drawn() -> int:
 
 
 def _state() -> tuple[int | None, tuple, tuple]:
-    """The global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
+    """Return the global seed, the state of TensorFlow's generator of operation seeds, and the state of `random`."""
     return global_seed(), context()._rng.getstate(), random.getstate()
 
 

@@ -1,4 +1,4 @@
-"""MPIStrategy: tf.distribute's synchronous training with one replica per rank; and strategy(name). For users."""
+"""The public MPIStrategy (tf.distribute's synchronous training with one replica per rank) and strategy(name)."""
 
 import functools
 import logging
@@ -56,8 +56,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         communication_options: tf.distribute.experimental.CommunicationOptions, the same on all ranks. `bytes_per_pack`
             is the size of the buckets in which the tensors of one call are reduced; default: 16 MiB, with several hosts
             4 MiB, and on a GPU 32 MiB. `timeout_seconds` is the time after which a collective that only some ranks have
-            called ends the job; it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. For `implementation`, NCCL logs a
-            warning where NCCL is not available; RING and AUTO have no effect.
+            called ends the job; it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. `implementation` has no effect, but
+            NCCL logs a warning if NCCL is not available.
         device: The device of variables and computation, for example "GPU:0". The default is the GPU that pin_gpu()
             assigns to this rank, or the CPU. The constructor calls pin_gpu() under the same conditions as init().
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
@@ -67,22 +67,22 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             and the work of the update among the ranks, like ShardedOptimizer: gradients are reduce-scattered, each rank
             updates its part of the weights and has the slots for that part, and the new weights are all-gathered. A
             step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
-            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every pass. They differ from
-            "mirrored" by rounding, as does clipping by norm. An optimizer needs an update_step. An optimizer from
-            outside the scope must not be built yet. `optimizer.variables` has only variables that all ranks have, such
-            as the counter of steps. Files and checkpoints are as with "mirrored", for any number of ranks: the rank
-            that writes gathers the slots. "central" works like "sharded", but rank 0 has all slots and makes the whole
-            update. Gradients are all-reduced, and rank 0 broadcasts the weights, so a step sends more than "mirrored".
+            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every pass; with them, and
+            with clipping by norm, weights differ from "mirrored" by rounding. An optimizer needs an update_step. An
+            optimizer from outside the scope must not be built yet. `optimizer.variables` has only variables that all
+            ranks have, such as the counter of steps. Files and checkpoints are as with "mirrored", for any number of
+            ranks: the rank that writes gathers the slots. "central" works like "sharded", but rank 0 has all slots and
+            makes the whole update. Gradients are all-reduced, and rank 0 broadcasts the weights, so a step sends more.
         compression: One of Compression, for the gradients that a Keras optimizer applies.
-        sparse_as_dense: Convert tf.IndexedSlices among these gradients to dense tensors first.
-        groups: The number of groups, of about equal numbers of gradients, that are reduced together; default: all
-            gradients together. (DistributedOptimizer also takes lists of variables, but no variables exist yet when the
-            strategy is made.)
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors before an optimizer's gradients are reduced.
+        groups: The number of groups into which an optimizer's gradients are divided about evenly. The gradients of a
+            group are reduced together. Default: one group. (Lists of variables, as for DistributedOptimizer, are not
+            possible, because no variables exist yet when the strategy is made.)
 
     Raises:
         InvalidRequestError: `variables` or `groups` is invalid; on this rank, before anything is sent.
-        MissingDependencyError: This version of TensorFlow or Keras is not supported. With "sharded" and "central" also
-            if tf.keras is Keras 2, or Keras 3 is missing. On this rank, before anything is sent.
+        MissingDependencyError: This version of TensorFlow or Keras is not supported; or, with "sharded" and "central",
+            tf.keras is Keras 2 or Keras 3 is missing. On this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -121,8 +121,8 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
                axis: int | Sequence[int] | None = None) -> Structure:
         """Reduce over the replicas, after reducing each value over `axis`. Collective.
 
-        Like tf.distribute.Strategy.reduce, with two differences: `value` may be nested, and is reduced in one
-        collective; and scalars ignore `axis`, because Keras passes an axis for the logs of a step.
+        This differs from tf.distribute.Strategy.reduce in two ways. `value` may be nested, and is reduced in one
+        collective. For scalars `axis` is ignored, because Keras passes an axis for the logs of a step.
 
         Args:
             reduce_op: SUM or MEAN. With an axis, MEAN is the mean over all rows of all replicas.
@@ -149,7 +149,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def _agreed(options: CommunicationOptions | None) -> CommunicationOptions:
-    """Check the options of a strategy, apply them to the engine, and return them, or the defaults. Collective.
+    """Check that the ranks' options are equal, apply them to the engine, and return them (None: defaults). Collective.
 
     Raises ValueError: On this rank if `options` are of another class; on every rank if the ranks' options differ.
     """
@@ -180,7 +180,7 @@ def _require_equal(arguments: dict[str, object]) -> None:
 
 
 def _default_device() -> str:
-    """Return this rank's GPU, or the CPU. TensorFlow sees only that GPU, unless the process has decided otherwise."""
+    """Return the name of the GPU that pin_gpu() assigns to this rank, or of the CPU if there is no GPU."""
     try:
         pin_by_default()
     except InvalidRequestError as error:
@@ -203,21 +203,21 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
             "multi_worker_mirrored": MPIStrategy.
             "central_storage": MPIStrategy(variables="central").
             "parameter_server": tf.distribute.ParameterServerStrategy over an MPIClusterResolver. Rank 0 is the
-                coordinator, the last rank is the parameter server, and all other ranks are workers. On the other ranks
+                coordinator, the last rank is the parameter server, and all other ranks are workers. On all ranks but 0
                 the call runs TensorFlow's server until the coordinator has ended, and then ends the script like
                 sys.exit(). So only rank 0 runs the code after the call.
             "one_device", "default": MPIStrategy on one rank, started with plain `python`.
-        **options: As for MPIStrategy, with these additions and exceptions:
-            "mirrored": Also `cross_device_ops`, as for tf.distribute.MirroredStrategy. It has no effect, because
+        **options: The arguments of MPIStrategy, with these additions and exceptions:
+            "mirrored": `cross_device_ops` of tf.distribute.MirroredStrategy is accepted too. It has no effect, because
                 MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run. A warning names the difference, if any.
-            "parameter_server": Only `jobs` and `variable_partitioner`. `jobs` is as for MPIClusterResolver, without
-                evaluators; by default all ranks between the first and the last are workers. `variable_partitioner` is
-                as for ParameterServerStrategy.
+            "parameter_server": The only options are `jobs` and `variable_partitioner`. `jobs` is as for
+                MPIClusterResolver, without evaluators; by default all ranks between the first and the last are workers.
+                `variable_partitioner` is as for ParameterServerStrategy.
 
     Raises:
-        InvalidRequestError: An unknown name; "tpu"; more than one rank for "one_device" or "default"; fewer than three
-            ranks, or an evaluator among the jobs, for "parameter_server".
-        ClusterError: The jobs do not fit the ranks, on every rank.
+        InvalidRequestError: `name` is unknown or "tpu"; "one_device" or "default" has more than one rank; or
+            "parameter_server" has fewer than three ranks, or an evaluator among the jobs.
+        ClusterError: The jobs do not fit the ranks; on every rank.
     """
     if name not in _FACTORIES:
         raise InvalidRequestError(f"strategy() takes one of the names {', '.join(_FACTORIES)}. Received: {name!r}")

@@ -1,7 +1,7 @@
-"""The variables of a strategy, and the ranks that have its optimizers' slots. extended.py creates the variables.
+"""The variables of a strategy, and which ranks have the slots of its optimizers. extended.py calls this module.
 
-They are distributed variables with one component per process and rank 0's initial value. They differ from TensorFlow's
-where TensorFlow assumes that one process has all replicas.
+A variable is a distributed variable of TensorFlow with one component per process, and with rank 0's initial value. The
+subclasses here differ from TensorFlow's classes where TensorFlow assumes that one process has all replicas.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Initial: TypeAlias = TensorLike | Callable[[], TensorLike] | None
 
 
 class _Number:
-    """float(), int() and np.array(), which TensorFlow's distributed variables lack, or which fail for a scalar."""
+    """A mix-in: float() and int(), which TensorFlow's distributed variables lack, and np.array() for scalars too."""
 
     def __float__(self) -> float:
         return float(self.numpy())  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ class _Number:
 
 
 class RankMirroredVariable(_Number, MirroredVariable):
-    """A variable that is equal on all ranks, unless a replica assigns to it without aggregation."""
+    """A variable with equal values on all ranks, unless a replica assigns to it without aggregation."""
 
     is_in_lockstep = False  # Whether all ranks assign equal values; see RankExtended.assigned_in_lockstep.
 
@@ -50,7 +50,7 @@ class RankMirroredVariable(_Number, MirroredVariable):
 
 
 class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
-    """A variable that each rank writes alone. Reading it outside of a replica aggregates the ranks' values."""
+    """A variable to which each rank assigns locally. A read outside of a replica aggregates the ranks' values."""
 
     def _get_cross_replica(self) -> tf.Tensor:
         if files.in_alone():
@@ -62,9 +62,9 @@ class RankSyncOnReadVariable(_Number, SyncOnReadVariable):
 
     def assign(self, value: TensorLike, use_locking: bool = False, name: str | None = None,
                read_value: bool = True) -> Any:
-        """Like SyncOnReadVariable.assign, but do not read the value back outside of a replica.
+        """Assign like SyncOnReadVariable.assign, but do not read the new value outside of a replica.
 
-        Reading would be a collective with an unused result, for each metric variable that Keras resets.
+        Reading would be a collective for each metric variable that Keras resets, and Keras does not use the result.
         """
         in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if tf.executing_eagerly() and not in_replica:
@@ -80,8 +80,8 @@ _CLASSES = {tf.VariableSynchronization.ON_WRITE: RankMirroredVariable,
 def create(strategy: tf.distribute.Strategy, device: str, next_creator: Callable, **kwargs: Any) -> DistributedVariable:
     """Create a variable in the strategy's scope. Collective: all ranks create the same variables in the same order.
 
-    Local while one rank writes a file without the others: Keras then creates an optimizer to list the attributes, and
-    drops it.
+    The call is local while one rank writes a file without the others, because Keras then creates a temporary optimizer
+    on that rank, to list the attributes of its class.
     """
     if not files.in_alone():
         kwargs["initial_value"] = _of_first_rank(kwargs["initial_value"], kwargs.get("dtype"), kwargs.get("name"))
@@ -99,7 +99,7 @@ def create_alone(strategy: tf.distribute.Strategy, device: str, next_creator: Ca
 
 
 def _of_first_rank(initial: Initial, dtype: tf.DType | None, name: str | None) -> Initial:
-    """Return a function that broadcasts rank 0's initial value; for a graph tensor, return the broadcast tensor."""
+    """Return rank 0's initial value: a function that broadcasts it, or for a graph tensor the broadcast tensor."""
     if initial is None:  # A SavedModel is being loaded, and each variable gets its value later, from the file.
         return None
     if isinstance(initial, tf.Tensor) and not hasattr(initial, "numpy"):
@@ -126,12 +126,12 @@ _MARK = "_mpistrat_is_slot"
 
 
 def is_everywhere(variable: tf.Variable) -> bool:
-    """Whether all ranks, not only the owner, have a variable's value. The same answer on all ranks."""
+    """Return whether all ranks have the variable: False for slots of "sharded" and "central", else True. Local."""
     return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 
 class Slots:
-    """The optimizer slots of one strategy. `variables` is as for MPIStrategy."""
+    """The optimizer slots of one strategy: which ranks have them, and their creation. `variables`: See MPIStrategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, variables: str):
         topology = runtime.current().topology
@@ -147,7 +147,7 @@ class Slots:
 
     @contextmanager
     def created(self) -> Iterator[None]:
-        """A context in which new variables are slots."""
+        """A context in which `create` creates slots."""
         before, self._creates_slots = self._creates_slots, self.are_sharded
         try:
             yield
@@ -155,7 +155,7 @@ class Slots:
             self._creates_slots = before
 
     def create(self, device: str, next_creator: Callable, **kwargs: Any) -> tf.Variable:
-        """Create a variable, or a slot in the context `created`. Collective, except for a slot."""
+        """Create a variable (collective). In the context `created`, create a slot (local if slots are divided)."""
         if not self._creates_slots:
             return create(self._strategy, device, next_creator, **kwargs)
         slot = create_alone(self._strategy, device, next_creator, **kwargs)

@@ -1,16 +1,16 @@
-"""Checks that the ranks train the same weights, and not all on the same data; and for MPIStrategy, the same datasets.
+"""Checks that all ranks train equal weights on different data, and under MPIStrategy that they have equal datasets.
 
-FirstSteps checks the first reductions of gradients, for the reducers of gradients, the callbacks and fit. With each of
-these reductions a rank sends digests of its weights and of its local gradients, without waiting for the digests of the
+FirstSteps checks the first reductions of gradients. Optimizers, tapes, callbacks and fit use it. With each of these
+reductions, a rank sends digests of its weights and of its local gradients, and does not wait for the digests of the
 other ranks. The digests have arrived when a later reduction begins, because each rank sends digests before gradients.
-Then each rank decides. All ranks have the same digests, so all ranks decide the same. Whether a rank sends digests
+Then each rank decides. All ranks decide the same, because they have the same digests. Whether a rank sends digests
 depends only on the number of reductions, which is the same on all ranks.
 
-- Weights that differ are an error before the third step. A difference before the first step is no error: models without
-  an Input layer, and loops as in Horovod's examples, broadcast after the first step.
-- Gradients with the same bits on all ranks in two steps, from the same weights, mean that the batches are the same, or
-  that a tape has reduced the gradients before an optimizer does. The rank warns, unless other gradients differ: the
-  generator of a GAN may get the same noise on all ranks, and its discriminator other images.
+- Weights that still differ after the first step are an error, which is raised before the third step. Before the first
+  step weights may differ: models without an Input layer, and Horovod's examples, broadcast weights after that step.
+- If gradients from equal weights have the same bits on all ranks in two steps, all ranks have the same batches, or a
+  tape has already reduced the gradients that an optimizer reduces. The first rank warns, unless gradients of other
+  variables differ: the generator of a GAN may get the same noise on all ranks, and the discriminator different images.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ _PERIODS = (509, 521)
 
 
 def digest_of(array: np.ndarray) -> bytes:
-    """Eight bytes that depend on the dtype, the shape and the bits of an array of numbers."""
+    """Return eight bytes that depend on the dtype, the shape and the bits of an array of numbers."""
     digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=DIGEST_BYTES)
     in_bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     words = in_bytes[:in_bytes.size // 8 * 8].view(np.uint64)
@@ -100,7 +100,7 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 @dataclass
 class _Exchange:
-    """The digests of all ranks."""
+    """An exchange of digests among all ranks, with one reduction of gradients."""
 
     # The index of the list of variables. It is the same on other ranks, unless their programs differ.
     index: int
@@ -109,10 +109,10 @@ class _Exchange:
 
 
 class FirstSteps:
-    """The digests of the first reductions of an optimizer, or of all tapes.
+    """The checks of the first reductions of one optimizer, or of all tapes of a process set.
 
-    `name` is that of the optimizer, or the purpose of the tapes. A step may use several tapes, or a new tape:
-    reductions of different lists of variables are checked separately. `way_out` is for the warning: the code by which
+    `name`: The name of the optimizer, or the purpose of the tapes. Reductions of different lists of variables are
+    checked separately, because a step may use several tapes. `way_out`: The code that the warning recommends, by which
     each rank gets different data.
     """
 
@@ -133,10 +133,10 @@ class FirstSteps:
         _all.add(self)
 
     def observer(self, variables: Sequence[Variable], labels: Sequence[str], may_read: bool = True) -> Observer | None:
-        """The function to call with this rank's gradients before they are reduced; None if there is nothing to check.
+        """Return a function to call with this rank's gradients before their reduction; None if there is no check.
 
-        The function raises MismatchError, on every rank, if the ranks train different weights. `may_read`: Whether no
-        variable changes before its gradient is reduced. If False, weights are not compared.
+        The function raises MismatchError, on every rank, if the ranks train different weights. `may_read`: Whether the
+        function may read the variables to compare them. It must not if a variable may change before the reduction.
         """
         if self.is_done or not runtime.current().settings.is_checked:
             return None
@@ -147,9 +147,9 @@ class FirstSteps:
         return partial(self._observe, [weakref.ref(v) for v in variables], labels, may_read, in_graph)
 
     def conclude(self) -> None:
-        """Decide now, for an epoch of two or three steps. All ranks must call it after the same number of reductions.
+        """Check the digests now, not in a later reduction: for the end of an epoch with only two or three steps.
 
-        Raises MismatchError: On every rank, if the ranks train different weights.
+        Call on all ranks after the same number of reductions. Raises MismatchError on all ranks: The weights differ.
         """
         if not self._has_joined and not self.is_done:
             self._require_equal_weights()
@@ -193,7 +193,7 @@ class FirstSteps:
         self._exchanges.clear()
 
     def _index_of(self, variables: Sequence["weakref.ref[Variable]"]) -> int:
-        """The index of this list among all lists of variables, in the order of their first reductions."""
+        """Return the index of this list of variables, in the order in which lists were first reduced."""
         if not self._is_of_tapes:
             self._lists = [variables]
             return 0
@@ -216,7 +216,7 @@ class FirstSteps:
         return self._joins is not None and self._group.joins != self._joins
 
     def _require_equal_weights(self) -> None:
-        """Raise MismatchError if the weights differed in the first two reductions for the latest list of variables."""
+        """Raise MismatchError if the latest list of variables differed among the ranks in its first two reductions."""
         latest = self._exchanges[-1:]
         same = self._of_list(latest[0].index) if latest else []
         if len(same) != 2:
@@ -247,7 +247,7 @@ class FirstSteps:
                 or has_other_data([self._received(each, 0.0) for each in self._of_list(index)])]
 
     def _received(self, exchange: _Exchange, wait_s: float = _WAIT_S) -> list[Digests]:
-        """The digests of all ranks; [] if they are not known, a rank had joined, or the ranks have other indices."""
+        """Return the digests of all ranks; [] if they are not known, if a rank had joined, or if indices differ."""
         try:
             rows, = exchange.handle.wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
@@ -258,7 +258,7 @@ class FirstSteps:
 
 
 def warn_of_equal_data(why: str, way_out: str = SHARD) -> None:
-    """Warn once in this process that all ranks train on the same data, and say how that is known. Local."""
+    """Warn once in this process that all ranks train on the same data. `why`: How this is known. Local."""
     _warn_once(f"all ranks train on the same data: {why}. Give each rank its own rows: {way_out}.")
 
 
@@ -270,28 +270,28 @@ def _warn_once(sentence: str) -> None:
 
 
 def differing(digests: Sequence[Digests]) -> list[int]:
-    """The indices of the variables that differ among the ranks; [] if the ranks cannot be compared."""
+    """Return the indices of the variables that differ among the ranks; [] if some ranks have fewer digests."""
     if len({len(of_rank) for of_rank in digests}) != 1:
         return []
     return [i - 1 for i in range(1, len(digests[0])) if len({of_rank[i] for of_rank in digests}) > 1]
 
 
 def is_same_data(received: Sequence[Sequence[Digests]]) -> bool:
-    """Whether the gradients were the same on all ranks in at least two reductions, and never different.
+    """Return whether the gradients were the same on all ranks in at least two reductions, and never different.
 
-    Reductions of different weights do not count. `received` has [] for reductions whose digests are not known.
+    Reductions from different weights do not count. `received`: For each reduction the ranks' digests; [] if unknown.
     """
     gradients = _gradients(received)
     return len(gradients) >= 2 and all(len(found) == 1 and _NOTHING not in found for found in gradients)
 
 
 def has_other_data(received: Sequence[Sequence[Digests]]) -> bool:
-    """Whether the gradients of the same weights differed among the ranks. `received`: As for is_same_data."""
+    """Return whether gradients from equal weights differed among the ranks. `received`: As for is_same_data."""
     return any(len(found) > 1 for found in _gradients(received))
 
 
 def _gradients(received: Sequence[Sequence[Digests]]) -> list[set[bytes]]:
-    """The digests of the ranks' gradients in each reduction of the same weights."""
+    """Return, for each reduction from equal weights, the set of the ranks' digests of gradients."""
     counted = [digests for digests in received if digests]
     while counted and differing(counted[0]):
         counted = counted[1:]
@@ -299,7 +299,7 @@ def _gradients(received: Sequence[Sequence[Digests]]) -> list[set[bytes]]:
 
 
 def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
-    """A text that says which variables differ, and among which ranks. At least one variable must differ.
+    """Return a text that says which variables differ, and among which ranks. At least one variable must differ.
 
     `ranks_of`: The rank in the job for each element of `digests`; () means 0, 1, 2 and so on.
     """
@@ -313,7 +313,7 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
 
 
 def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
-    """The text of the error of ranks that train different weights. The arguments are those of describe_differing."""
+    """Return the text of the error for ranks that train different weights. Arguments as for describe_differing."""
     return (f"the ranks train different weights: {describe_differing(labels, digests, ranks_of)}"
             " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
             "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own; in a "
@@ -325,7 +325,7 @@ def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of
 
 
 def by_rank(rows: np.ndarray) -> list[Digests]:
-    """The digests of each rank, from the gathered rows. Each row begins with its rank."""
+    """Return the digests of each rank. `rows`: The gathered rows, each of which begins with the number of its rank."""
     found: dict[int, Digests] = {}
     for row in rows:
         found.setdefault(int.from_bytes(row[:_RANK_BYTES].tobytes(), "little"), []).append(row[_RANK_BYTES:].tobytes())
@@ -340,13 +340,13 @@ def _digest_of(gradients: Sequence[np.ndarray]) -> bytes:
 
 
 def digests_of_weights(variables: Sequence[Variable]) -> Digests:
-    """The digest of each variable's value, read at once. It copies no CPU tensor."""
+    """Return the digest of each variable's current value. Values in CPU memory are not copied."""
     with SynchronousExecution():
         return [digest_of(to_array(tf.convert_to_tensor(variable))) for variable in variables]
 
 
 def _is_due(count: int) -> bool:
-    """Whether digests are sent with this reduction of tapes, counted from 0."""
+    """Return whether tapes send digests with this reduction. `count`: The number of reductions before it."""
     return count < _WINDOW or count - (1 << (count.bit_length() - 1)) < _WINDOW
 
 
@@ -354,7 +354,7 @@ _of_tapes: "weakref.WeakKeyDictionary[Group, dict[str, FirstSteps]]" = weakref.W
 
 
 def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
-    """The FirstSteps of all tapes of a process set. Eager code makes a tape for each step. `name` is the purpose."""
+    """Return the FirstSteps that all tapes with the purpose `name` share. Eager code makes a new tape in each step."""
     known = _of_tapes.setdefault(process_set.group(name), {})
     if name not in known:
         known[name] = FirstSteps(name, process_set, is_of_tapes=True)
@@ -365,9 +365,10 @@ _readers: dict[int, tuple["weakref.ref[Variable]", str]] = {}
 
 
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
-    """The variables of this list that only the reducer `reader` reads in a graph. Local.
+    """Return those of `variables` that `reader` was the first to pass to this function. Local.
 
-    Nothing orders a callback that reads a variable for one optimizer, and another optimizer's change in the same step.
+    In a graph only the first reader may read a variable. Otherwise a callback could read it for one optimizer before or
+    after a change by another optimizer in the same step, because nothing orders the two.
     """
     for variable in variables:
         key = id(variable)
@@ -378,11 +379,10 @@ def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
 
 
 class ReadingObserver:
-    """An observer of a collective (see submission.Observer) in the graph of a session.
+    """The observer (see submission.Observer) of a collective in the graph of a session.
 
-    A callback in a graph cannot read a variable of a session. So the weights are read before a run, by another run.
-
-    `digests` gets the digests of the variables before each run; nothing if they have no values.
+    A callback in a graph cannot read variables of a session. So a separate run of the session reads the weights before
+    each run with the collective, and fills the list `digests`. It stays empty as long as a variable has no value.
     """
 
     def __init__(self, observer: Observer, digests: Digests, variables: Sequence[Variable]):
@@ -390,7 +390,7 @@ class ReadingObserver:
         self._variables = list(map(weakref.ref, variables))  # They have the graph, which keeps this.
 
     def before_run(self, session: tf.compat.v1.Session) -> None:
-        """Called before a run with the collective."""
+        """Read the weights in a separate run. Called before each run that contains the collective."""
         self._digests.clear()
         found = [variable for variable in (reference() for reference in self._variables) if variable is not None]
         with suppress(tf.errors.FailedPreconditionError):  # A variable has no value yet.
@@ -417,20 +417,20 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           process_set: ProcessSet = global_process_set, suspects: str = "",
                           causes: str = CAUSES, action: str = "abort",
                           rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
-    """Check that all ranks have the same values. Collective. CPU tensors are not copied.
+    """Check that variables have the same values on all ranks. Collective. Values in CPU memory are not copied.
 
-    If the values differ by rounding only, the first rank logs a warning, once in this process.
+    If values differ only by rounding, it is no error: the first rank logs a warning, once in its process.
 
     Args:
         variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
         name: The beginning of the names of the collectives.
         place: The time of the check, for messages: "at the end of epoch 3".
-        suspects, causes: For the message, probable causes in this training, and usual causes with their remedies.
-        action: "abort": a difference is an error. "warn": a difference is a warning of the first rank.
-        rates: Other values that must be equal, as bytes, and a function, maybe collective, that all ranks call if not.
+        suspects, causes: Sentences for the message: probable causes in this training; usual causes with remedies.
+        action: "abort": a difference is an error. "warn": the first rank logs a warning about a difference.
+        rates: Bytes that must be equal on all ranks; and a function, maybe collective, that all call if they differ.
 
     Raises:
-        MismatchError: On every rank, if values differ and `action` is "abort", or if their number or shapes differ.
+        MismatchError: On all ranks, if values differ and `action` is "abort", or if the number or shapes differ.
     """
     global _has_warned_of_rounding
     with SynchronousExecution():
@@ -476,7 +476,7 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
 
 
 def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) -> bool:
-    """Whether a weight has almost the same values on all ranks. All ranks get the same result. Collective."""
+    """Return whether a weight differs among the ranks only by rounding. All ranks get the same result. Collective."""
     if array.dtype.kind in "iubc":
         return False
     is_half = array.dtype.itemsize <= 2
@@ -504,7 +504,7 @@ _NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
 
 
 def sources_of(dataset: tf.data.Dataset) -> list[str]:
-    """The arguments that a dataset and its inputs were made with, in an order that the program determines."""
+    """Return the arguments with which a dataset and its input datasets were made, in a deterministic order."""
     numbers = [f"{name.strip('_')}={getattr(dataset, name).numpy()}" for name in _NUMBERS
                if hasattr(getattr(dataset, name, None), "numpy")]
     arrays = [array for array in getattr(dataset, "_tensors", ()) if tf.is_tensor(array)]
@@ -515,7 +515,7 @@ def sources_of(dataset: tf.data.Dataset) -> list[str]:
 
 
 def difference(of_ranks: Sequence[Sequence[str]]) -> str:
-    """The first difference between the sources of the ranks; "" if there is none."""
+    """Return a text with the first difference between the sources of the ranks; "" if there is none."""
     for values in itertools.zip_longest(*of_ranks, fillvalue="nothing more"):
         if len(set(values)) > 1:
             return describe_by_rank(values)
@@ -523,7 +523,7 @@ def difference(of_ranks: Sequence[Sequence[str]]) -> str:
 
 
 def _described(arrays: Iterable[tf.Tensor]) -> str:
-    """The shapes of arrays, and a digest of rows at equal distances."""
+    """Return a text with the shapes of arrays, and with a digest of some rows, which are at equal distances."""
     digest = hashlib.blake2b(digest_size=4)
     for array in arrays:
         if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):

@@ -44,13 +44,13 @@ class TensorFlowState(ObjectState):
     """Variables and Python objects that are the state of a training script.
 
     In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
-    variables that were registered as local to each rank. MPISTRAT_CHECK_ACTION chooses between error and warning.
-    Each commit of an elastic job also contains the error feedback of Compression.int8.
+    variables that were registered as local to each rank. MPISTRAT_CHECK_ACTION says whether a difference is an error or
+    a warning. Each commit of an elastic job also contains the error feedback of Compression.int8.
 
     Args:
         variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
         session: The tf.compat.v1 session that has the variables; default: the session of the `with` block, if any.
-            With a session, `variables` defaults to all global variables of its graph, and commits do not compare them.
+            With a session, `variables` defaults to all global variables of its graph, and commits compare nothing.
         kwargs: Python objects, see ObjectState.
 
     Raises:
@@ -108,7 +108,7 @@ class TensorFlowState(ObjectState):
             Compression.restore_error_feedback(self._errors)
 
     def _compare(self, number: int) -> bool:
-        """Also gather the error feedback of int8. The only rank of a job keeps the feedback of its last commit."""
+        """Gather the error feedback of int8. In every MPISTRAT_CHECK_EVERY-th commit, compare the weights."""
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()
@@ -189,10 +189,10 @@ class TensorFlowKerasState(TensorFlowState):
         return "the state of the sharded optimizer is divided among the ranks anew" if self._divided else ""
 
     def _compare(self, number: int) -> bool:
-        """Also average the accumulated gradients over the ranks, which does not change the next update.
+        """As TensorFlowState; also average accumulated gradients, and gather the state of a sharded optimizer.
 
-        Each rank has accumulated gradients of its own rows, but new processes get those of a single rank. The state of
-        a sharded optimizer is gathered too, so that the commit of every rank has the state of a rank that is lost.
+        Each rank has accumulated gradients of its own rows, but new processes get the gradients of a single rank.
+        Averaging does not change the next update. The gathered state has the parts of ranks that may be lost later.
         """
         has_changed = self._averaging is not None and self._averaging.before_commit()
         has_changed = super()._compare(number) or has_changed

@@ -1,9 +1,9 @@
-"""Files under a strategy: a file that all ranks write is written once, and all ranks wait until the file exists.
+"""Files under a strategy: one rank writes a file for all ranks, and all ranks wait until the file exists.
 
-All ranks call `write_once`, and the chief writes. Then the ranks exchange their paths and errors, so that an error is
-raised on all ranks, whichever of these functions they have called. Ranks that name a different path write that file
-themselves. On each host that does not see the chief's file, one rank writes it too: hosts need no common file system,
-as long as each host finds the file under the same path.
+All ranks call `write_once`, and the chief (rank 0) writes. Then the ranks exchange their paths and errors. So an error
+on one rank is raised on all ranks, even if they have called different functions of this module. If ranks have passed a
+path that is not the chief's, one of them writes that file. If a host does not see the chief's file, one of its ranks
+writes the file there. So hosts need no common file system, but each host must find the file under the same path.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileStatus:
-    """The status of a file on one rank."""
+    """What one rank reports to the other ranks about a file."""
 
     path: str = ""  # The absolute path of the file; "" without a file.
     # The error of this rank: errno or None, whether it is an OSError, and the text.
@@ -49,17 +49,17 @@ def in_alone() -> bool:
 
 
 def is_alone() -> bool:
-    """Whether this thread writes without the other ranks: inside `alone`, or because there is one rank."""
+    """Return whether this thread writes without the other ranks: it is in `alone`, or there is only one rank."""
     return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context for work of one rank without the others: nothing in it is a collective of the strategy.
+    """A context in which one rank works without the other ranks. In it the strategy calls no collectives.
 
-    write_once only calls its function, and new variables get this rank's initial value. A variable that is aggregated
-    when it is read has the value that was passed to `known`, or else this rank's value. Anything else that would wait
-    for the other ranks is an error.
+    write_once calls its function and returns. New variables get this rank's initial value. A variable that is
+    aggregated over the ranks when it is read has the value that was passed to `known`, or else this rank's value.
+    Everything else that would wait for other ranks is an error.
     """
     before, _state.alone = _state.alone, True
     try:
@@ -70,7 +70,7 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
-    """A context in which `alone` code reads these values of variables, by their ref(), instead of aggregating."""
+    """A context for code in `alone`: reading a variable returns its value from `values`, by the variable's ref()."""
     before, _state.known = _state.known, values
     try:
         yield
@@ -79,18 +79,18 @@ def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
 
 
 def known_value(variable: tf.Variable) -> tf.Tensor | None:
-    """The value that `known` was given for a variable, or None."""
+    """Return the value that was passed to `known` for a variable, or None."""
     return _state.known.get(variable.ref())
 
 
 def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], object] | None = None) -> None:
-    """Call `write`, which must not be collective, on the chief, and on each other rank that must write. Collective.
+    """Call `write` on the chief, and then on each other rank that must write the file too. Collective.
 
-    `prepare` is called with a rank on all ranks, before that rank writes, and may be collective.
+    `write` itself must not be collective. All ranks call `prepare(r)`, which may be collective, before rank r writes.
 
     Raises:
         OSError: On every rank, if a rank could not write.
-        CollectiveError: On the other ranks, if `write` has raised another error on a rank.
+        CollectiveError: On the other ranks, if `write` has raised an error other than OSError on one rank.
     """
     if is_alone():
         write()
@@ -117,9 +117,9 @@ def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], 
 
 
 def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
-    """Whether a rank writes after the chief has, given every rank's path and the ranks of its host.
+    """Return whether `rank` must write after the chief. `paths`: Of all ranks. `local_ranks`: All ranks of its host.
 
-    `sees_file` is for ranks with the chief's path: whether they see the file as the chief has written it.
+    `sees_file`: Whether this rank sees the file as the chief has written it; ignored if it has a different path.
     """
     if rank == 0:
         return False
@@ -130,7 +130,7 @@ def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `action` in `alone`. Returns its result and its error; raise the error when the other ranks know of it."""
+    """Call `action` in `alone`. Returns (result, None) or (None, error). The caller raises the error later."""
     try:
         with alone():
             return action(), None
@@ -140,14 +140,14 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def exchange_status(error: Exception | None = None, path: str = "", value: object = None, name: str | None = None,
                     process_set: ProcessSet = global_process_set) -> list[FileStatus] | None:
-    """Return every rank's status of a file; None where the other ranks have ended. Collective.
+    """Return what each rank reports about a file; None if the other ranks have ended. Collective.
 
-    `error`, `path` and `value` are this rank's. `name` is that of the collective; None: the name for files of a
-    strategy.
+    `error`, `path` and `value` are what this rank reports. `name`: The name of the collective; None: the name for files
+    of a strategy.
 
     Raises:
-        Exception: `error`, if that is not None.
-        OSError, CollectiveError: Another rank had an error.
+        Exception: `error`, if it is not None.
+        OSError, CollectiveError: Another rank reports an error.
     """
     described = None if error is None else (
         getattr(error, "errno", None), isinstance(error, OSError), f"{type(error).__name__}: {error}")
@@ -170,7 +170,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
-    """The time of change and the size; for a URL, which all hosts see, a constant."""
+    """Return the modification time and the size of a file; None if it is missing; (0, 0) for a URL, as all see it."""
     if "://" in path:
         return 0, 0
     try:

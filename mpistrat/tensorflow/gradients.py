@@ -1,4 +1,4 @@
-"""Reduce lists of gradients, dense, sparse or None: for the optimizers, the tape and the strategy. Collective."""
+"""Reduces lists of gradients (dense, tf.IndexedSlices or None) of optimizers, tapes and strategies. Collective."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ _warned: list[bool] = []  # Whether the warning of another strategy was logged.
 
 
 class GradientGroups:
-    """Divides lists of gradients into groups.
+    """Divides lists of gradients into groups that are reduced together.
 
     Args:
         groups: A number: that many groups, of about equal numbers of gradients, in order. Lists of variables: a group
@@ -72,7 +72,7 @@ class GradientGroups:
         return not self._sets and self._count <= 1
 
     def divide(self, variables: Sequence[object]) -> list[list[int]]:
-        """Return for each group that is not empty the indices of its variables. Local."""
+        """Return the indices of the variables in each group, without empty groups. Local."""
         indices = range(len(variables))
         if not self._sets:
             count = min(max(self._count, 1), len(indices))
@@ -84,14 +84,14 @@ class GradientGroups:
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """How gradients are sent."""
+    """How to reduce gradients: the compression, the treatment of tf.IndexedSlices, and the groups."""
 
     compression: type[Compressor] = Compression.none  # One of Compression.
     sparse_as_dense: bool = False  # Whether to convert tf.IndexedSlices to dense tensors first.
     groups: GradientGroups = field(default_factory=GradientGroups)  # Which gradients are reduced together.
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError if `compression` is not a compressor."""
+        """Raise InvalidRequestError if `compression` is not a compressor."""
         require_compression(self.compression)
 
 
@@ -101,10 +101,10 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
     """Return the reduced gradients, followed by the reduced tensors of `exact`. Collective.
 
     Args:
-        gradients: Dense tensors or tf.IndexedSlices; no None. At least one if there is an `exact` tensor.
-        spec: The observer is called before the reduction, in a graph with the gradients of the first collective.
+        gradients: Dense tensors or tf.IndexedSlices; no None. At least one if `exact` is not empty.
+        spec: How to reduce. In a graph its observer gets only the gradients of the first collective.
         variables: The variables of the gradients, for groups that are lists of variables.
-        exact: As in list_ops.reduce_tensors. They are reduced with the last group.
+        exact: As in list_ops.reduce_tensors. They are reduced together with the group that is reduced last.
     """
     # XLA adds the rows of slices on a GPU by atomic additions, in another order on each rank, unless ours are the last.
     is_dense = options.sparse_as_dense or (tf.IndexedSlices in map(type, gradients) and xla.device_here() != HOST)
@@ -124,10 +124,10 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 
 
 class GradientReducer:
-    """Averages (or sums) lists of gradients over the ranks. With one rank it does not change them.
+    """Averages (or sums) lists of gradients over the ranks. In a job of one rank gradients do not change.
 
-    `optimizer` is the name of the optimizer whose gradients are reduced; None: the gradients of a tape are reduced. The
-    other arguments are those of DistributedGradientTape.
+    `optimizer`: The name of the optimizer whose gradients are reduced; None for the gradients of a tape. The other
+    arguments are those of DistributedGradientTape.
     """
 
     changes_early = False  # Whether the optimizer may change a variable before its gradient is reduced (weight decay).
@@ -152,12 +152,12 @@ class GradientReducer:
 
     @cached_property
     def name(self) -> str:
-        """The name of the optimizer, or the purpose of a tape's collective."""
+        """The name of the optimizer; "tape" for a tape."""
         return "tape" if self.optimizer is None else self.optimizer()
 
     @cached_property
     def checks(self) -> FirstSteps | None:
-        """The checks of the first reductions of an optimizer; None for a tape, see consistency.of_tapes."""
+        """The checks of this optimizer's first reductions; None for a tape, which uses consistency.of_tapes."""
         return None if self.optimizer is None else FirstSteps(self.name, self.process_set)
 
     def register_local(self, variable: Variable) -> None:
@@ -174,10 +174,10 @@ class GradientReducer:
 
     def reduce(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                reduce_shared: Callable[..., list[Tensor]] = reduce_gradients) -> list[OptionalGradient]:
-        """Return the reduced gradients of `variables`. Collective. None stays None.
+        """Return the reduced gradients of `variables`. Collective. A gradient that is None stays None.
 
-        For variables with overwrite_with_gradient, the largest values of all ranks are returned. `reduce_shared`
-        reduces the other gradients that are not local.
+        The gradients of local variables are not reduced. For a variable with overwrite_with_gradient, the result is the
+        largest value of all ranks. `reduce_shared`: The function that reduces all other gradients.
 
         Raises:
             InvalidRequestError: In a replica of MPIStrategy, which reduces gradients itself.
@@ -212,9 +212,9 @@ class GradientReducer:
 
     def reduce_overwritten(self, gradients: Sequence[OptionalGradient], variables: Sequence[Variable],
                            indices: Sequence[int]) -> list[OptionalGradient]:
-        """Return `gradients` with the largest values of all ranks at `indices`. None stays None.
+        """Return `gradients` in which those at `indices` are replaced by the largest values of all ranks.
 
-        Collective if any is not None. `indices` are those of indices_of. Local variables keep their own values.
+        `indices`: indices_of(variables). None and local gradients are not replaced. Collective if any is replaced.
         """
         results = list(gradients)
         present = [i for i in indices if variables[i] not in self._local and gradients[i] is not None]
@@ -228,7 +228,7 @@ class GradientReducer:
         return results
 
     def _name_of(self, purpose: str) -> str:
-        """The name of a collective of this reducer; in a graph a new name at each call."""
+        """Return a name for a collective of this reducer; in a graph a new name at each call."""
         number = self.process_set.process_set_id or 0
         return names.made(purpose, number) if self.optimizer is None else names.of(purpose, number)
 
@@ -252,7 +252,7 @@ class GradientReducer:
         return reduce_dense([values], spec)[0]
 
     def _observer(self, process_set: int, sources: Sequence[Variable], labels: Sequence[str]) -> Observer | None:
-        """The observer that checks the reduction of these sources' gradients; None if there is nothing to check."""
+        """Return the observer that checks the reduction of the gradients of `sources`; None if there is no check."""
         if self.checks is not None and self.checks.is_done:
             return None
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
@@ -285,7 +285,7 @@ class GradientReducer:
 
 
 def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpec:
-    """In eager code call the observer of `spec`, and return `spec` without it. In a graph return `spec`."""
+    """In eager code, call the observer of `spec`, and return `spec` without it. In a graph, return `spec` unchanged."""
     if spec.observer is None or not tf.executing_eagerly():
         return spec
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
@@ -301,7 +301,7 @@ def _is_under_mpi_strategy() -> bool:
 
 
 def warn_of_strategy(process_set: ProcessSet) -> None:
-    """Warn on the first rank, once, if another strategy than MPIStrategy trains here. Local."""
+    """Warn once, on the first rank, if the caller is in a tf.distribute strategy other than MPIStrategy. Local."""
     if not tf.distribute.has_strategy() or _is_under_mpi_strategy() or process_set.rank() or _warned:
         return
     _warned.append(True)
@@ -327,7 +327,7 @@ class Layer(Protocol):
 
 
 def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Callable[[Variable], None]) -> None:
-    """Call `register` with each weight of the layers, running statistics too, that Partial wrappers get. Local.
+    """Call `register` with each weight of `layers`, including running statistics. Local.
 
     Raises InvalidRequestError: `layers` is neither a layer nor a list of layers, or a layer has no weights yet.
     """
@@ -353,7 +353,7 @@ def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Call
 
 
 def indices_of(variables: Sequence[Variable]) -> list[int]:
-    """The indices of the variables with overwrite_with_gradient. Local."""
+    """Return the indices of the variables with overwrite_with_gradient. Local."""
     return [i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)]
 
 
@@ -364,7 +364,7 @@ def indices_of(variables: Sequence[Variable]) -> list[int]:
 
 
 def count_step(is_global: bool) -> None:
-    """Count a step now, or in a graph each time the graph runs. Does nothing without `--efficiency` or in fit. Local.
+    """Count a training step for `mpistrat run --efficiency`: now, or when the graph runs. No effect in fit. Local.
 
     `is_global`: Whether the script's batches are those of all ranks together.
     """
@@ -387,9 +387,9 @@ def count_step(is_global: bool) -> None:
 
 @functools.cache
 def _end_after_calls(timer: StepTimer) -> None:
-    """End the script after a call of a graph from Python. A node cannot: TensorFlow would replace its exception.
+    """Make each call of a graph from Python end the script afterwards, if all steps have been counted.
 
-    Every call of a graph goes through AtomicFunction.call_flat, see bridge/calls.py.
+    A node of the graph cannot end the script, because TensorFlow would replace its exception.
     """
     call = AtomicFunction.call_flat
 
@@ -407,7 +407,7 @@ def _end_after_calls(timer: StepTimer) -> None:
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """Shares the state of the tape it was made from; `gradient` returns reduced gradients."""
+    """A tape that shares the recording of another tape. `gradient` returns gradients reduced over the ranks."""
 
     def __init__(self, tape: tf.GradientTape, reducer: GradientReducer):
         self.__dict__ = tape.__dict__  # The same recording, whichever of the two is used.
@@ -418,7 +418,7 @@ class _DistributedGradientTape(tf.GradientTape):
                  use_generic_names: bool = False) -> Structure:
         """As tf.GradientTape.gradient, but gradients are averaged over the ranks. Collective. `sources` may be nested.
 
-        `use_generic_names` is accepted for compatibility with Horovod, ignored: the names of collectives are numbers.
+        `use_generic_names` is accepted for compatibility with Horovod, and ignored.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         # For tf.nest, None and tf.IndexedSlices are leaves.
@@ -448,9 +448,9 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
     """Return a tape that shares the recording of `gradtape` and averages gradients over the ranks. Horovod's signature.
 
-    All ranks must call `gradient` in the same functions and in the same order (in a tf.function: while it is traced).
-    The gradient of a Keras variable with overwrite_with_gradient is the largest value of all ranks. This needs the
-    Keras variable in `sources`, not the tf.Variable in the Keras variable.
+    All ranks must call `gradient` in the same functions and in the same order. In a tf.function, the order of tracing
+    counts. The gradient of a Keras variable with overwrite_with_gradient is the largest value of all ranks. For this,
+    `sources` must contain the Keras variable, not its tf.Variable.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.
@@ -490,7 +490,7 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
                                    local_layers: Layer | Sequence[Layer] | None = None,
                                    scale_local_gradients: bool = True,
                                    check_weights: bool = True) -> tf.GradientTape:
-    """As DistributedGradientTape, but without averaging the gradients of `local_layers`, which each rank trains alone.
+    """As DistributedGradientTape, but gradients of `local_layers` are not averaged: each rank trains its own layers.
 
     Args:
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.

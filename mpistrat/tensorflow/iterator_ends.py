@@ -1,15 +1,15 @@
-"""Makes iterators of tf.data end at once, so that other ranks do not wait: the iterators have no autotuning thread.
+"""Switches off the autotuning thread of tf.data iterators, because the end of an iterator may wait 60 s for it.
 
 The destructor of an iterator waits for the thread that tunes the dataset. That thread may miss the request to end, and
-then sleeps for as long as the iterator has existed, up to 60 s. Its loop is notified by a callback of StartCancel and
-asks IsCancelled(), which StartCancel sets only after its callbacks:
+then sleeps for as long as the iterator has existed, up to 60 s. A callback of StartCancel wakes the thread, which then
+asks IsCancelled(). But StartCancel sets this flag only after its callbacks:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/model.cc#L2563
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/cancellation.cc#L84
-Of iterators that are 6 s old, 3 to 8 % did so on two cores. All ranks then wait for the rank that drops its iterator.
+On two cores this happened to 3 to 8 % of the iterators that were 6 s old. All other ranks then wait for that rank.
 
-So datasets are iterated over with `options.autotune.enabled = False`. TensorFlow leaves out two rewrites without
-autotuning, which makes a map without `num_parallel_calls` half as fast on two cores. The rewrites are made here, by
-the same code of TensorFlow. AUTOTUNE then stands for a call on each core, up to 16, in place of a number that changes.
+So datasets are iterated over with `options.autotune.enabled = False`. Without autotuning, TensorFlow also leaves out
+two rewrites, which makes a map without `num_parallel_calls` half as fast on two cores. So this module makes the
+rewrites with TensorFlow's code. AUTOTUNE then means one call for each core, up to 16, not a number that changes.
 """
 
 import functools
@@ -26,7 +26,7 @@ _original = DatasetV2._apply_debug_options
 
 @functools.wraps(_original)
 def _untuned(dataset: DatasetV2) -> DatasetV2:
-    """TensorFlow calls it before it makes an iterator of a dataset, or reduces it, eagerly and in graphs."""
+    """Return a dataset without autotuning. TensorFlow calls this before it iterates over a dataset or reduces it."""
     dataset = _original(dataset)
     if not runtime.is_initialized():
         return dataset
@@ -50,7 +50,7 @@ def _untuned(dataset: DatasetV2) -> DatasetV2:
 
 
 def _without_tuning(dataset: DatasetV2, options: tf.data.Options) -> tf.Tensor:
-    """Return the variant of a dataset that is rewritten as with autotuning, and iterated over without."""
+    """Return the variant tensor of a dataset with the rewrites of autotuning, but with autotuning switched off."""
     asked_for = options.experimental_optimization
     is_default = asked_for.apply_default_optimizations is not False
     rewrites = [name for name, default in _REWRITES.items()

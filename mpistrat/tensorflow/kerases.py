@@ -1,6 +1,6 @@
-"""One set of functions for the optimizers and weights of Keras 3 and Keras 2 (tf_keras), whose attributes differ.
+"""Functions that work with optimizers and weights of both Keras 3 and Keras 2 (tf_keras), whose attributes differ.
 
-Classes and attributes are compared by name, so that this module imports neither Keras. Local.
+The functions recognize classes and attributes by name, so this module imports neither Keras 3 nor Keras 2. Local.
 """
 
 import importlib.util
@@ -18,9 +18,9 @@ KERASES = ("keras", "tf_keras")  # The packages. tf.keras is one of them.
 
 
 class IdentitySet(Generic[T]):
-    """A set of objects that cannot be hashed, such as variables, compared by identity, in the order of their addition.
+    """An ordered set that compares its members by identity, for objects that cannot be hashed, such as variables.
 
-    The set keeps its members alive, since the id of a deleted object may be reused. For one thread at a time.
+    The set keeps its members alive, because the id of a deleted object may be reused. Not thread-safe.
     """
 
     def __init__(self, members: Iterable[T] = ()):
@@ -40,7 +40,7 @@ class IdentitySet(Generic[T]):
 
 
 class Optimizer(Protocol):
-    """The attributes of optimizers of Keras 3 and Keras 2."""
+    """The attributes of optimizers of Keras 3 and Keras 2 that mpistrat uses. No class has all of them."""
 
     built: bool
     variables: Any
@@ -55,41 +55,41 @@ class Optimizer(Protocol):
         """Create the optimizer's variables for these weights."""
 
     def _decayed_lr(self, dtype: tf.DType) -> object:
-        """Return the learning rate of the next step. Only of `legacy` optimizers."""
+        """Return the learning rate of the next step. Only `legacy` optimizers have this method."""
 
     def _create_all_weights(self, variables: list[Variable]) -> None:
-        """As build. Only of `legacy` optimizers."""
+        """Do the same as build. Only `legacy` optimizers have this method."""
 
 
 def is_keras2_in_use() -> bool:
-    """Whether tf.keras is Keras 2 in this process. TensorFlow decides it by the same variable and package."""
+    """Return whether tf.keras is Keras 2: TF_USE_LEGACY_KERAS is set, and the package tf_keras is installed."""
     return os.environ.get("TF_USE_LEGACY_KERAS") in ("true", "True", "1") \
         and importlib.util.find_spec("tf_keras") is not None
 
 
 def is_of_keras(value: object, *names: str) -> bool:
-    """Whether the class of a value, or a base class, is a class of either Keras with one of these names."""
+    """Return whether a value is an instance of a class of Keras 3 or Keras 2 that has one of these names."""
     return any(base.__name__ in names and package_of(base) in KERASES for base in type(value).__mro__)
 
 
 def is_keras2(value: object) -> bool:
-    """Whether the class of a value, or `value` itself if it is a class, is one of Keras 2 or derived from one."""
+    """Return whether `value`, if it is a class, or else its class, is a class of Keras 2 or derived from one."""
     cls = value if isinstance(value, type) else type(value)
     return any(package_of(base) == "tf_keras" for base in cls.__mro__)
 
 
 def package_of(cls: type) -> str:
-    """The package that a class is defined in."""
+    """Return the name of the top-level package that defines a class."""
     return cls.__module__.partition(".")[0]
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether a value is an optimizer of either Keras. OptimizerV2 is the base of Keras 2's `legacy` optimizers."""
+    """Return whether a value is an optimizer of Keras 3 or Keras 2, also a `legacy` optimizer (OptimizerV2)."""
     return is_of_keras(value, "Optimizer", "OptimizerV2")
 
 
 def is_built(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has the variables for the weights that it trains."""
+    """Return whether an optimizer has created its variables for the weights that it trains."""
     if not is_keras2(optimizer):
         return bool(optimizer.built)
     if hasattr(optimizer, "inner_optimizer"):
@@ -109,7 +109,7 @@ def build(optimizer: Optimizer, weights: list[Variable]) -> None:
 
 
 def variables_of(optimizer: Optimizer) -> list[Variable]:
-    """The variables of an optimizer (a method if it is `legacy`), and the loss scale, which Keras 2 leaves out."""
+    """Return the variables of an optimizer, and its loss scale, which Keras 2 does not list among them."""
     found = optimizer.variables
     state: Any = vars(optimizer).get("_loss_scale")
     scale = [state.current_loss_scale, state.counter] if hasattr(state, "current_loss_scale") else []
@@ -117,19 +117,19 @@ def variables_of(optimizer: Optimizer) -> list[Variable]:
 
 
 def steps_of(optimizer: Optimizer) -> Variable:
-    """The variable that counts an optimizer's steps: in Keras 3 all calls, in Keras 2 calls that update weights."""
+    """Return the variable that counts steps of an optimizer: all calls in Keras 3, updates of weights in Keras 2."""
     # Where gradients are accumulated, `iterations` of Keras 3 is a quotient. In its first versions it is the variable.
     is_variable = is_keras2(optimizer) or not hasattr(optimizer, "_iterations")
     return optimizer.iterations if is_variable else optimizer._iterations
 
 
 def accumulated_passes(optimizer: Optimizer) -> int:
-    """The number of passes that an optimizer accumulates for one update; 0 or 1 if it does not accumulate."""
+    """Return how many gradients an optimizer sums for one update; 0 or 1 if it does not accumulate gradients."""
     return getattr(optimizer, "gradient_accumulation_steps", None) or 0
 
 
 def velocities_of(optimizer: Optimizer) -> list[Variable]:
-    """The velocities of SGD or RMSprop, if it has a momentum; [] before the first step, and of other optimizers."""
+    """Return the velocities of SGD or RMSprop with momentum; [] before the first step, and for other optimizers."""
     if not getattr(optimizer, "momentum", 0.0):
         return []
     if not is_keras2(optimizer):
@@ -141,18 +141,18 @@ def velocities_of(optimizer: Optimizer) -> list[Variable]:
 
 
 def label_of(variable: Variable) -> str:
-    """The user's name of a variable: its Keras path, or its name."""
+    """Return the name of a variable for messages to users: its Keras path, or else its name."""
     return str(getattr(variable, "path", None) or getattr(variable, "name", variable))
 
 
 def aggregation_of(variable: Variable) -> str:
-    """How the replicas of a strategy add to a variable: "sum", "mean", "only_first_replica" or "none"."""
+    """Return how a variable combines the updates of replicas: "sum", "mean", "only_first_replica" or "none"."""
     found = getattr(variable, "aggregation", "none")
     return found if isinstance(found, str) else str(found.name).lower()
 
 
 def learning_rate_of(optimizer: Optimizer) -> object:
-    """The learning rate of the next step; None if it is a user-defined function."""
+    """Return the learning rate of the next step; None if a user-defined function computes it."""
     hyper = vars(optimizer).get("_hyper")  # of a `legacy` one
     rate = getattr(optimizer, "_learning_rate", None) if hyper is None else hyper.get("learning_rate")
     if callable(rate) and not is_of_keras(rate, "LearningRateSchedule"):
@@ -161,7 +161,7 @@ def learning_rate_of(optimizer: Optimizer) -> object:
 
 
 def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
-    """The variables that an optimizer of Keras 2 has for a weight."""
+    """Return the variables that an optimizer of Keras 2 has for a weight."""
     own = vars(optimizer)
     if "_slots" in own:
         return list(own["_slots"].get(weight._unique_id, {}).values())
@@ -172,7 +172,7 @@ def slots_of(optimizer: Optimizer, weight: tf.Variable) -> list[Variable]:
 
 
 def calls_of(optimizer: Optimizer) -> int:
-    """The number of times that gradients were passed to an optimizer."""
+    """Return how many times gradients were passed to an optimizer."""
     calls = vars(optimizer).get("_mpistrat_passes", steps_of(optimizer))
     return int(tf.convert_to_tensor(calls))  # int() of a variable of Keras 3.0 is an error.
 
@@ -186,14 +186,15 @@ _ENDING = "_gradient_accumulator"  # The ending of the name of such a variable, 
 
 
 def is_accumulator(name: str) -> bool:
-    """Whether an optimizer's variable of this name sums gradients."""
+    """Return whether a variable of an optimizer with this name sums gradients."""
     return name.endswith(_ENDING)
 
 
 def accumulators_of(optimizer: Optimizer) -> list[Any]:
-    """The variables in which `optimizer` itself, without its inner optimizers, sums gradients; [] before it is built.
+    """Return the variables in which an optimizer sums local gradients; [] before it is built. Local.
 
-    A sharded optimizer itself has no such variables: each rank sums its part of the reduced gradients.
+    The variables of inner optimizers are not included. A sharded optimizer has none: it sums gradients after the
+    reduction, and only this rank's part of them.
     """
     if not (accumulated_passes(optimizer) and is_built(optimizer)):
         return []
@@ -204,6 +205,6 @@ def accumulators_of(optimizer: Optimizer) -> list[Any]:
 
 
 def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of a weight and the variable among `variables` that sums the weight's gradients."""
+    """Return a pair for each of `variables` that sums gradients: the weight of the gradients, and the variable."""
     named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
     return ((named[variable.name], variable) for variable in variables if variable.name in named)

@@ -1,6 +1,6 @@
-"""Reductions and gathers of lists of tensors, with gradients: what the collectives and the gradient reducer share.
+"""Reductions and gathers of lists of tensors, with gradients. The collectives in ops.py and GradientReducer use them.
 
-A `process_set` is an id here, see Request. All functions are collective unless their docstring says otherwise.
+`process_set` is the id of a process set. All functions are collective unless their docstring says otherwise.
 """
 
 import json
@@ -49,11 +49,11 @@ _weight: ContextVar[tf.Tensor | None] = ContextVar("mpistrat_loss_weight", defau
 
 @contextmanager
 def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
-    """A context in which this rank's loss is weighted by `weight`, a scalar that may differ among the ranks.
+    """A context in which this rank's loss has the weight `weight`, a scalar that may differ among the ranks. Local.
 
-    The gradients of the loss are multiplied by the weight when they are summed over the ranks. Through a collective, a
-    rank's gradient contains gradients of the other ranks' losses, which have other weights. So the gradient of a
-    collective sums weighted gradients, and divides the sum by this rank's weight. None: all losses weigh the same.
+    Later, each rank's gradients are multiplied by its weight, and summed over the ranks. If a loss depends on a
+    collective, the gradients also contain gradients of other ranks' losses, which have different weights. So the
+    gradient of a collective sums weighted gradients, and divides the sum by this rank's weight. None: no weights.
     """
     before = _weight.set(weight)
     try:
@@ -72,15 +72,15 @@ class Gradient:
         cls.kinds[cls.__name__] = cls
 
     def of(self, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The gradient of each of `values`, the arguments of the collective. Collective.
+        """Return the gradient of each of `values`, which are the arguments of the collective. Collective.
 
-        `upstream` is the gradient of each result, dense.
+        `upstream`: The gradient of each result of the collective, as a dense tensor.
         """
         raise NotImplementedError
 
 
 def with_gradient(collective: Collective, gradient: Gradient, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the list `collective(values)` with this gradient. Collective."""
+    """Return the list `collective(values)`, and make `gradient` its gradient. Collective."""
     if tf.executing_eagerly():
         if not could_possibly_record():
             return list(collective(values))  # No tape records, and preparing a gradient takes 300 us.
@@ -139,7 +139,7 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The gradients, weighted as in `loss_weighted`. Gradients of a function inside of the step are not weighted."""
+    """Return the gradients, weighted as in `loss_weighted`. In functions that the step calls, they are not weighted."""
     weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
     if weight is None:
         return list(gradient.of(values, dense))
@@ -152,7 +152,7 @@ def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequenc
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
-    """Return the id of a process set. Raises InvalidRequestError, naming `operation`, if it does not have this rank."""
+    """Return the id of a process set. Raises InvalidRequestError, naming `operation`: This rank is not in it. Local."""
     try:
         found = resolved(process_set)
         found.group(operation)
@@ -163,7 +163,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 
 
 def topology_of(process_set: int) -> Topology:
-    """Return the ranks of a process set of this rank. Raises InvalidRequestError if the set has been removed."""
+    """Return the topology of a process set of this rank. Raises InvalidRequestError: The set was removed. Local."""
     try:
         return runtime.group_of("The process set of a collective", process_set).topology
     except MpistratError as error:
@@ -171,9 +171,9 @@ def topology_of(process_set: int) -> Topology:
 
 
 def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
-    """This rank's index in a process set, and the size of the set. If ranks may be lost, a graph reads both as it runs.
+    """Return this rank's index in a process set, and the size of the set. Local. Raises as topology_of.
 
-    Raises InvalidRequestError: As topology_of.
+    If ranks may be lost, both are tensors in a graph, because the graph must read them each time it runs.
     """
     topology = topology_of(process_set)
     if tf.executing_eagerly() or not runtime.current().losses.is_tolerant:
@@ -188,7 +188,7 @@ def place_in(process_set: int) -> tuple[int | tf.Tensor, int | tf.Tensor]:
 
 
 def as_tensor(value: Reducible) -> Tensor:
-    """Convert a value to a tensor; in tf.IndexedSlices convert values and indices, which may be tuples or arrays."""
+    """Convert a value to a tensor. In tf.IndexedSlices, convert `values` and `indices`, which may be arrays. Local."""
     if isinstance(value, tf.IndexedSlices):
         # In a graph this turns tensors from outside into tensors of the graph, which have names.
         return tf.IndexedSlices(tf.convert_to_tensor(value.values), tf.convert_to_tensor(value.indices),
@@ -200,11 +200,10 @@ def as_tensor(value: Reducible) -> Tensor:
 
 def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: type[Compressor] = Compression.none,
                    exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-    """Reduce dense tensors in buckets, and each tf.IndexedSlices by gathering. Collective.
+    """Reduce dense tensors in buckets, and gather each tf.IndexedSlices. Collective.
 
     Returns the reduced tensors, followed by the reduced tensors of `exact`: more dense tensors, by label, which are not
-    compressed. Number, dtypes and shapes are the same on all ranks; slices may have different numbers of rows. The name
-    of each collective of slices also contains the index of the slices.
+    compressed. The number, dtypes and shapes must be equal on all ranks, except for the numbers of rows of slices.
     """
     numbers = spec.indices or range(len(tensors))
     results, dense, observer = list(tensors), [], spec.observer
@@ -234,7 +233,7 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
-    """As buckets.reduce_list. If `spec.has_gradient`, the gradient is reduced in the same way as the value."""
+    """As buckets.reduce_list. If `spec.has_gradient`, results are differentiable: gradients are reduced likewise."""
     if not tensors:
         return []
     if not spec.has_gradient:
@@ -261,11 +260,11 @@ class ReduceGradient(Gradient):
 def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlices:
     """Return the slices of all ranks, concatenated. Collective.
 
-    The observer is called with the values. For Average the values are divided by the number of ranks that submit
-    slices.
+    The observer of `spec` gets this rank's values. With Average, the values are divided by the number of ranks that
+    have not joined, or with MPISTRAT_JOIN_AVERAGE=all by the number of all ranks.
 
-    Rows with the same index are not added. Keras 3 does not add them either: its optimizers square each row. So the
-    result is the same as in one process with the rows of all ranks.
+    Rows with the same index are not added, because Keras 3 does not add them either: Adam, for example, squares each
+    row. So the result is that of one process with the rows of all ranks.
     """
     (op, prescale, postscale), process_set = spec.scaled, spec.process_set
     if op not in (Average, Sum):
@@ -288,7 +287,7 @@ def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlice
 
 
 def with_unique_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return slices with one row for each index: the sum of the rows with that index. Local. XLA has no tf.unique."""
+    """Return slices with one row for each index, the sum of all rows with this index. Local. XLA cannot compile it."""
     indices, places = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
@@ -303,7 +302,7 @@ def gather(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, observ
 
 @dataclass(frozen=True)
 class GatherGradient(Gradient):
-    """This rank's parts of the averages of the ranks' gradients."""
+    """The gradient of a gather: for each tensor, this rank's part of the average of the ranks' gradients."""
 
     name: str
     process_set: int
@@ -322,9 +321,10 @@ class GatherGradient(Gradient):
 
 def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: str, process_set: int = 0,
                 axis: int = 0) -> list[tf.Tensor]:
-    """Split tensors of the shapes of gathered `values` into equal parts, and return this rank's parts. Local.
+    """Split each of `joined` into one equal part for each rank, and return this rank's parts. Local.
 
-    Raises InvalidRequestError: The known shapes show that the parts are not equal. `name` is the name of the gather.
+    `joined`: Tensors with the shapes that a gather of `values` returns. `name`: The name of this gather.
+    Raises InvalidRequestError: The known shapes show that ranks have parts of different sizes.
     """
     topology = topology_of(process_set)
     for whole, value in zip(joined, values, strict=True):
@@ -339,8 +339,8 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
                 shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """Return each tensor, concatenated over the ranks along the first dimension. One collective, not differentiable.
 
-    `shapes` are those of the results, if they are known. XLA needs the shapes, and by default assumes that all ranks
-    have the same number of rows.
+    `shapes`: The shapes of the results, if they are known. XLA needs them: without `shapes`, results are compiled for
+    ranks that all have the same number of rows.
     """
     device = call_site.device_of(tensors, process_set)
     has_rows = all(t.shape.rank for t in tensors)
@@ -354,7 +354,7 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
 
 def broadcast_list(tensors: Sequence[tf.Tensor], root_rank: int, name: str, labels: tuple[str, ...] = (),
                    process_set: int = 0) -> list[tf.Tensor]:
-    """Return root_rank's values of dense tensors. One collective."""
+    """Return root_rank's values of dense tensors. One collective, not differentiable."""
     ranks, device = topology_of(process_set).job_ranks, call_site.device_of(tensors, process_set)
     wait = cpu.Wait.ALWAYS if len(tensors) > 1 else cpu.Wait.IF_LAST
     run = partial(cpu.run, wait=wait) if device is None else partial(call_site.run, device)

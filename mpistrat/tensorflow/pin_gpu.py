@@ -1,4 +1,4 @@
-"""init and pin_gpu: one GPU for each rank, before TensorFlow takes all of them. For users; init is collective."""
+"""init and pin_gpu: give each rank one GPU before TensorFlow uses all of them. For users; init is collective."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ def pin_gpu() -> int | None:
     init() of this module calls pin_gpu(). A script needs it only where init() changes no GPU settings. Call pin_gpu()
     after init() and before any other use of TensorFlow. The ranks of a host get its GPUs in order, or the GPUs in
     CUDA_VISIBLE_DEVICES. If there are more ranks than GPUs, ranks share GPUs. Without a GPU the function does nothing.
-    It logs one line per host. Not collective; a repeated call does nothing.
+    On each host one rank logs a line. Not collective; a repeated call does nothing.
 
     Returns:
         The GPU's index in tf.config.list_physical_devices("GPU"); None without a GPU.
@@ -89,7 +89,7 @@ def pin_by_default() -> None:
 
 
 def _reason_to_leave() -> str:
-    """Why the GPUs stay as they are; "" if pin_gpu() may choose."""
+    """Return why the GPU settings stay as they are; "" if pin_gpu() may choose the GPU."""
     if (bind := runtime.current().settings.bind) not in ("all", "gpu"):
         return f"MPISTRAT_BIND is {bind}"
     gpus = tf.config.list_physical_devices("GPU")

@@ -1,6 +1,6 @@
-"""In the graph of a tf.compat.v1 session: DistributedOptimizer of an optimizer of tf.compat.v1, and the broadcast.
+"""For graphs of tf.compat.v1 sessions: DistributedOptimizer of an optimizer of tf.compat.v1, and variable broadcasts.
 
-For users, as mpistrat.tensorflow.DistributedOptimizer; making it is local, and running its train operation collective.
+For users, as mpistrat.tensorflow.DistributedOptimizer. Making it is local. Running its train operation is collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ _Pairs = list[tuple[OptionalGradient, Variable]]
 
 
 def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a DistributedOptimizer that calls `of_keras`, or for optimizers of tf.compat.v1 the class below."""
+    """Return `of_keras`, extended: for an optimizer of tf.compat.v1 it makes this module's DistributedOptimizer."""
     @wraps(of_keras)
     def distributed(optimizer: object, *args: object, **kwargs: object) -> Any:
         is_of_v1 = isinstance(optimizer, v1.train.Optimizer) or (
@@ -49,7 +49,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
-        backward_passes_per_step: The number k of gradients that are summed before the sum is averaged and applied.
+        backward_passes_per_step: The number k of passes whose gradients are summed. The sum is averaged and applied.
         op: Average, Sum or Adasum. Adasum combines the changes that each rank's optimizer makes to the variables.
         gradient_predivide_factor: Splits the division by the number of ranks N: by this factor before the sum, and by
             N / factor after it. Average only.
@@ -119,7 +119,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         return apply() if self._passes is None else self._passes.applied(apply, global_step)
 
     def _apply_adasum(self, pairs: _Pairs, global_step: Variable | None, name: str | None) -> tf.Operation:
-        """Apply this rank's gradients, and give all ranks the Adasum of the changes."""
+        """Apply this rank's gradients, and then replace the changes of the variables by the Adasum over all ranks."""
         changed = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         number = self._reducer.process_set.process_set_id or 0
         if not self._reducer.process_set.has_others() or not changed:
@@ -201,7 +201,7 @@ class _Passes:
         return found
 
     def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
-        """Return an operation that calls `apply` in every k-th pass, and only counts a step in other passes.
+        """Return an operation that applies gradients by `apply()` in every k-th pass, and else only counts a step.
 
         Raises InvalidRequestError: compute_gradients was not called before.
         """

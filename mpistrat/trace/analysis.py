@@ -17,7 +17,7 @@ _OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weigh
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where the time of one rank went, as shares of the whole timeline. The first four add up to 1."""
+    """How one rank spent its time, as shares of the whole timeline. `computing` to `moving` add up to 1."""
 
     rank: int
     computing: float  # No operation was outstanding.
@@ -30,7 +30,7 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that came last."""
+    """A rank that was the last one to submit some operations."""
 
     rank: int
     operations: int  # In how many operations it was the last.
@@ -40,7 +40,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Unfused:
-    """Operations that were not fused with others, for the same reason. mpistrat's own operations are left out."""
+    """Operations that were not fused, all for the same reason. mpistrat's own operations are left out."""
 
     reason: str  # The reason, as a clause.
     operations: int  # The number of these operations, counted on one rank of each process set.
@@ -60,7 +60,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Rate:
-    """The speed at which one rank's tensors were reduced or gathered."""
+    """The bytes per second of all operations of one kind, measured on one rank of each process set."""
 
     what: str  # The kind of operation, such as "SHM_ALLREDUCE".
     operations: int  # The number of operations of this kind.
@@ -98,7 +98,7 @@ def analyse(records: Sequence[Record]) -> Analysis:
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """The time of each operation's last submission, or of its end if a rank did not submit it, by set and number."""
+    """Return the time of each operation's last submission, by set and number; if unfinished, when the job failed."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number

@@ -1,8 +1,8 @@
-"""The offset of each rank's monotonic clock from the clock of rank 0.
+"""The offset of each rank's clock, CLOCK_MONOTONIC, from the clock of rank 0.
 
-Ranks on one kernel read the same clock, CLOCK_MONOTONIC, and their offset is 0. A time namespace may shift the clock,
-so a clock is identified by the kernel's boot and by the namespace. Offsets of other ranks are measured by messages back
-and forth: in init() over MPI, and later with the messages of the trace, because clocks drift.
+Ranks on one kernel and in one time namespace read the same clock. If that is the clock of rank 0, their offset is 0.
+All other offsets are measured by the times of messages to rank 0 and back: in init() over MPI, and repeatedly with the
+messages of the tracer, because clocks drift.
 """
 
 import os
@@ -30,7 +30,7 @@ def identity() -> str:
 
 
 def measure(comm: "MPI.Intracomm") -> dict[int, "Offset"]:
-    """Measure each rank's clock offset from rank 0 of `comm`. Collective; the same result on all ranks."""
+    """Return the offset of each rank's clock from the clock of rank 0 of `comm`. Collective; the same on all ranks."""
     identities = comm.allgather(identity())
     rank = comm.Get_rank()
     # The first rank that reads a clock measures it.
@@ -52,7 +52,7 @@ def measure(comm: "MPI.Intracomm") -> dict[int, "Offset"]:
 
 
 def _round(comm: "MPI.Intracomm") -> tuple[int, int]:
-    """The nanoseconds of one round trip to rank 0, and the clock offset measured by this round trip."""
+    """Send a message to rank 0 and back. Return the nanoseconds that this takes, and the clock offset that it shows."""
     sent = time.monotonic_ns()
     comm.send(None, dest=0)
     there = comm.recv(source=0)
@@ -73,13 +73,13 @@ class Offset:
         self._rounds: deque[tuple[int, int, int]] = deque([(0, measured, now)], maxlen=_KEPT)
 
     def add(self, sent: int, received: int, answered: int, returned: int) -> None:
-        """Add a round trip to the rank. `sent` and `returned` are of this clock, the other times of the rank's."""
+        """Add a round trip of messages. Rank 0 measured `sent` and `returned`. The rank measured the other times."""
         if not self._is_shared:
             took = (returned - sent) - (answered - received)
             self._rounds.append((took, (received + answered - sent - returned) // 2, returned))
 
     def at(self, now: int) -> int:
-        """The clock offset in ns at the time `now`: that of the least error, which grows with age by the drift."""
+        """Return the offset in ns at the time `now`, from the most exact measurement. Each gets less exact with age."""
         if self._is_shared:
             return 0
         rounds = self._rounds.copy()  # The engine's thread adds to them.

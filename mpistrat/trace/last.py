@@ -1,7 +1,7 @@
-"""The last operations of each rank of a job that has failed: kept, as lines of text, and as a timeline.
+"""The last operations of a job that fails: each rank keeps its own operations, and prints them when any rank fails.
 
-Each rank prints its own operations, because failing ranks may reach neither each other nor a common disk.
-`mpistrat run` reads the stderr of all ranks, and writes the timeline.
+A rank prints its own operations to its stderr, because it may no longer reach the other ranks or a common disk.
+`mpistrat run` reads the stderr of all ranks, and writes a timeline of these operations.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ class LastReport:
         self.is_reported = threading.Event()  # Set after `tell` was called.
 
     def keep(self, operation: Operation, traced: Traced, step: int) -> None:
-        """Keep an operation that is complete. To be called in the order of completion."""
+        """Keep a complete operation. Call this in the order of completion."""
         self._last.append((operation, traced.ranks, traced.backend, step))
 
     def fail(self, every: Iterable[Traced], step: int) -> None:
-        """Note the operations in flight when a rank fails, before they get an error. Any thread may call it."""
+        """Note that a rank has failed, and keep the operations in flight, before their handles fail. Any thread."""
         if not self.has_failed:
             now = time.monotonic_ns()
             self._in_flight = [(unfinished(entry, now), traced.ranks, traced.backend, step)
@@ -53,7 +53,7 @@ class LastReport:
             self.has_failed = True
 
     def tell(self) -> None:
-        """Report the last operations once, if a rank has failed. Only one thread at a time may call it."""
+        """Report the last operations if a rank has failed, but only once. Only one thread at a time may call it."""
         if not self.has_failed or self.is_reported.is_set():
             return
         topology, now = self._topology, time.monotonic_ns()
@@ -78,13 +78,13 @@ class LastOperations:
     records: Sequence[Record] = ()  # In order, with times of this rank's clock.
 
     def lines(self) -> list[str]:
-        """This object as lines of printable ASCII, for `from_lines`."""
+        """Return this object as lines of printable ASCII. `from_lines` reads them."""
         head = json.dumps([self.rank, self.size, self.host, list(self.offsets.items())]).encode()
         return [each.decode() for each in [_encode(head), *to_messages(self.records, _encode, _LINE_BYTES)]]
 
 
 def from_lines(lines: Sequence[str]) -> LastOperations:
-    """The inverse of LastOperations.lines. Raises ValueError: A line is truncated, or of another version."""
+    """Parse the result of LastOperations.lines. Raises ValueError: A line is truncated, or of a different version."""
     try:
         head, *messages = (zlib.decompress(b64decode(line, validate=True)) for line in lines)
         rank, size, host, offsets = json.loads(head)
@@ -99,10 +99,10 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file in FAILURES, under the current directory. Returns a sentence on the file.
+    """Write a timeline to a new file in the directory .mpistrat (FAILURES). Return a sentence about the file.
 
-    `told`: The lines of each rank. A rank with truncated lines is left out. Returns "" if there is nothing to write.
-    FAILURES is ignored by git, and keeps only the newest files.
+    `told`: The lines of each rank. A rank with a truncated line is left out. Returns "" if no rank has an operation.
+    Makes git ignore the directory, and deletes all timelines there except the newest ones.
     """
     ranks = []
     for lines in told:
@@ -130,7 +130,7 @@ def save(told: Iterable[Sequence[str]]) -> str:
 
 
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:
-    """Write a timeline of `ranks`: at least one, in rank order. Raises OSError."""
+    """Write a timeline of `ranks` to a file. `ranks` is not empty, and in the order of the ranks. Raises OSError."""
     # The offsets of rank 0, which has measured the clocks for longest, come last and override those of other ranks.
     offsets = {rank: offset for each in reversed(ranks) for rank, offset in each.offsets.items()}
     hosts = dict.fromkeys(range(max(each.size for each in ranks)), "?") | {each.rank: each.host for each in ranks}

@@ -1,8 +1,8 @@
-"""The operations that the engines have executed: the last ones in rings, and records of the operations of all ranks.
+"""Operations in two forms: Operation, which an engine keeps in a ring, and Record, for messages and timelines.
 
-An engine appends to its ring, and any thread may read the ring. Records are in messages to rank 0 and in a timeline. A
-message is JSON, and can be read without earlier messages. Messages are small: MPI sends a message of a few KB at once,
-and a larger message only when the receiver answers. A failing rank prints the same messages, encoded (last.py).
+Any thread may read the ring of an engine. Ranks send Records to rank 0 in messages, which are JSON. A message can be
+read without earlier messages. Messages are small, because MPI sends a message of a few KB at once, but a larger one
+only when the receiver answers. A failing rank prints Records in the same format, encoded (last.py).
 """
 
 import json
@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class OperationRing(Observer):
-    """The last `capacity` operations of one engine. `tracer` exchanges messages over this engine; None: no tracer."""
+    """Keeps the last `capacity` operations of one engine. `tracer`: The Tracer that sends messages over the engine."""
 
     def __init__(self, capacity: int, tracer: Observer | None = None):
         self._tracer = tracer or Observer()
@@ -59,7 +59,7 @@ class OperationRing(Observer):
             self._serial += 1  # One thread at a time drives the engine.
 
     def since(self, serial: int) -> list[Operation]:
-        """The operations from `serial` on, without operations that are no longer in the ring."""
+        """Return the operations in the ring whose serial number is at least `serial`."""
         return [Operation._make(each) for each in self._operations.copy() if each[0] >= serial]
 
 
@@ -76,15 +76,15 @@ class Traced:
 
 
 def is_of_gradients(request: Request) -> bool:
-    """Whether a request reduces gradients. Of all reductions, only those of gradients have labels (variable names)."""
+    """Return whether a request reduces gradients: whether it is an all-reduce with labels (names of variables)."""
     return bool(request.labels) and request.kind is CollectiveType.ALLREDUCE
 
 
 class StepCounter:
     """Counts the steps of one rank. A new step begins when the name of a gradient occurs for the second time.
 
-    A step is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers that take turns, with
-    different names of gradients, make one step together.
+    A step is a step of the distributed optimizer, of the tape or of the strategy. Two optimizers that work in turn make
+    one step together if the names of their gradients differ.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class StepCounter:
         self._names: set[tuple[int, str]] = set()
 
     def add(self, request: Request) -> int:
-        """The step of the next request in the order of execution, from 0; NO_STEP before the first step."""
+        """Count the next request in the order of execution. Return its step, from 0; NO_STEP before the first step."""
         if is_of_gradients(request):
             key = request.process_set, request.name
             if self.steps == 0 or key in self._names:
@@ -111,7 +111,7 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads the rings. Only one thread at a time may use it."""
+    """Reads the rings of this rank's engines. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.
@@ -120,7 +120,7 @@ class Reader:
         self.nbytes = 0  # Bytes of the operations that were read.
 
     def read(self, every: Mapping[int, Traced]) -> tuple[list[Read], int]:
-        """Return the new operations, and the number of operations that were lost because reading was too slow."""
+        """Return the new operations, and the number of operations that the rings have lost since the last call."""
         found: list[Read] = []
         lost = 0
         for number, traced in every.items():
@@ -142,7 +142,7 @@ class Reader:
 
 
 class Record(NamedTuple):
-    """An operation of one rank. Times are nanoseconds: of that rank's clock in messages, of rank 0's in a timeline."""
+    """An operation of one rank. Times are in ns: by the rank's clock in messages, by rank 0's clock in a timeline."""
 
     rank: int  # The rank in the job.
     process_set: int
@@ -167,11 +167,11 @@ class Record(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the operation was carried out."""
+        """Whether the operation was executed."""
         return self.number >= 0
 
     def shifted(self, offset: int) -> "Record":
-        """Return this record with the times of a clock that is `offset` nanoseconds behind."""
+        """Return this record with all times reduced by `offset` nanoseconds."""
         return self._replace(submitted=self.submitted and self.submitted - offset, agreed=self.agreed - offset,
                              began=self.began - offset, ended=self.ended - offset, delivered=self.delivered - offset)
 
@@ -180,7 +180,7 @@ _HEAD = Record._fields.index("number")  # The fields from here on differ among o
 
 
 class Arrival(NamedTuple):
-    """When the ranks submitted an operation."""
+    """When the first rank and the last rank submitted an operation."""
 
     first: int  # When the first rank submitted the operation.
     last: int  # When the last rank submitted the operation.
@@ -188,13 +188,13 @@ class Arrival(NamedTuple):
 
 
 def arrival_of(records: Iterable[Record]) -> Arrival | None:
-    """The Arrival of one operation, from its records; None if fewer than two ranks submitted and completed it."""
+    """Return the Arrival of the operation with these records; None if fewer than two ranks submitted and ran it."""
     came = [(each.submitted, each.rank) for each in records if each.submitted and each.is_complete]
     return Arrival(min(came)[0], *max(came)) if len(came) > 1 else None
 
 
 def by_operation(records: Iterable[Record]) -> dict[tuple[int, int], list[Record]]:
-    """The records of all ranks of each operation, by process set and number."""
+    """Group the records by operation. The key is the process set and the number of the operation."""
     together: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)
     for record in records:
         together[record.process_set, record.number].append(record)
@@ -213,14 +213,14 @@ def record_of(rank: int, operation: Operation, ranks: int, backend: str, step: i
 
 
 def unfinished(entry: Entry, now: int) -> Operation:
-    """An entry that a rank has submitted, and the ranks have not agreed on, as an Operation that ends `now`."""
+    """Return an Operation that ends `now`, for a submitted entry on which the ranks have not agreed."""
     number = -1 - zlib.crc32(entry.request.name.encode())  # The same on all ranks.
     return Operation(0, number, number, entry.request, entry.nbytes, entry.submitted, now, now, now, now)
 
 
 def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = bytes,
                 most_bytes: int = _MESSAGE_BYTES) -> list[bytes]:
-    """The records in order, as encoded messages of at most `most_bytes`. A single record may make a longer message."""
+    """Return the records in order, as encoded messages of at most `most_bytes`. A single record may be longer."""
     if not records:
         return []
     heads: dict[tuple[Any, ...], int] = {}
@@ -233,7 +233,7 @@ def to_messages(records: Sequence[Record], encode: Callable[[bytes], bytes] = by
 
 
 def from_message(message: bytes) -> Iterable[Record]:
-    """The inverse of `to_messages`: the records of one message, which is not encoded."""
+    """Return the records in a message of `to_messages`, after `encode` was undone."""
     heads, rows = json.loads(message)
     return [Record(*heads[head], *row) for head, *row in rows]
 
@@ -242,7 +242,7 @@ def from_message(message: bytes) -> Iterable[Record]:
 
 
 def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
-    """The union of `spans` as disjoint spans in order, clipped to the span `within` if it is given."""
+    """Return the union of `spans` as disjoint spans in order, clipped to the span `within` if it is given."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if within is not None:
@@ -257,13 +257,13 @@ def union(spans: Iterable[Span], within: Span | None = None) -> list[Span]:
 
 
 def hidden(steps: Iterable[Sequence[Span]]) -> list[Span]:
-    """The union of the times in which operations were outstanding while their step still computed gradients.
+    """Return disjoint spans of time in which an operation was outstanding and its step still computed gradients.
 
-    `steps`: For each step the spans of its operations, from submission to result. The last submission ends computing.
+    `steps`: The spans of each step's operations, from submission to result. A step computes until the last submission.
     """
     return union((begin, min(end, max(some)[0])) for some in steps for begin, end in some)
 
 
 def length(disjoint: Sequence[Span]) -> int:
-    """The nanoseconds of spans that do not overlap."""
+    """Return the total length of disjoint spans in nanoseconds."""
     return sum(end - begin for begin, end in disjoint)

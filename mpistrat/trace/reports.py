@@ -1,10 +1,10 @@
-"""The report that each rank makes once a second, and the use of all reports on rank 0.
+"""The report that each rank makes once a second, and what rank 0 does with the reports of all ranks.
 
 Rank 0 writes the reports to the status file for `mpistrat top`, warns of slow ranks, and prints the speed of the job at
-its end. The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, which only the user may read. It
-exists from the first second of a job to its end.
+its end. The file is `<host>-<pid>.json` in `${XDG_RUNTIME_DIR:-/tmp}/mpistrat-<uid>/`, a directory that only the user
+may read. The file exists from the first second of a job to its end.
 
-Starts no threads: the tracer calls the methods.
+The tracer calls the methods. This module starts no threads.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ class Reports:
 
     def add_own(self, interval: Span, reader: Reader, recent: Sequence[Operation], in_flight: Iterable[Entry],
                 rows: int | None) -> bytes:
-        """Return the report of this rank on the interval since the last report, for rank 0.
+        """Make the report of this rank on the time since its last report, and return it as a message for rank 0.
 
-        `recent`: The operations that were read in the interval. `in_flight`: The entries that are submitted and not
+        `recent`: The operations that were read in this interval. `in_flight`: The entries that are submitted and not
         complete. `rows`: How many rows this rank has trained on; None: the rows are not counted.
         """
         in_flight = list(in_flight)
@@ -75,12 +75,12 @@ class Reports:
         return json.dumps(self._newest[rank]).encode()
 
     def add(self, report: bytes) -> None:
-        """On rank 0: take the report of another rank."""
+        """On rank 0: store the report of another rank."""
         found = json.loads(report)
         self._newest[found["rank"]] = found
 
     def publish(self) -> None:
-        """On rank 0: log a warning on a rank for which the others wait, if any, and write the status file."""
+        """On rank 0: log a warning if the other ranks wait for one slow rank, and write the status file."""
         straggler = self.stragglers.add(self._newest)
         if straggler is not None:
             logger.warning("mpistrat: %s", straggler)
@@ -93,7 +93,7 @@ class Reports:
 
     @property
     def places(self) -> dict[int, str]:
-        """On rank 0: where in the script each rank is. Ranks whose place is unknown are left out."""
+        """On rank 0: the place in the script where each rank is. Ranks whose place is unknown are left out."""
         return {rank: report["place"] for rank, report in self._newest.items() if report["place"]}
 
     @property
@@ -102,7 +102,7 @@ class Reports:
         return json.dumps([self._topology.rank, astuple(self._totals[self._topology.rank])]).encode()
 
     def add_totals(self, totals: bytes) -> None:
-        """On rank 0: take the totals of another rank, which are its last message."""
+        """On rank 0: store the totals of another rank. They are the last message of that rank."""
         rank, (waits, *counts) = json.loads(totals)
         self._totals[rank] = Totals(Waits(*waits), *counts)
 
@@ -120,10 +120,10 @@ class Reports:
 
 
 def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval: Span) -> Waits:
-    """How long a rank waited for collectives, moved bytes and hid collectives in an interval.
+    """Return how long a rank waited for other ranks and moved data in `interval`, and how much of this was hidden.
 
-    A rank waits while the ranks have not agreed on an operation that it has submitted, and moves bytes from then until
-    the result is delivered. Otherwise it computes. Waits while other threads compute count as hidden.
+    A rank waits from the submission of an operation until the ranks agree on it. It moves data from then until the
+    result is delivered. Otherwise it computes. The time in a collective is hidden while gradients are still computed.
 
     `operations`: In the order of execution.
     """
@@ -142,14 +142,14 @@ def waits(operations: Sequence[Operation], in_flight: Iterable[Entry], interval:
 
 
 def outstanding(in_flight: Iterable[Entry], now: int) -> list[dict[str, Any]]:
-    """The operations that have been outstanding for the longest time, with their names and seconds."""
+    """Return the operations that have been outstanding for the longest time, each with its name and age in seconds."""
     oldest = sorted((entry for entry in in_flight if entry.submitted), key=lambda entry: entry.submitted)
     return [{"name": entry.request.name[:_MOST_CHARACTERS], "since_s": round((now - entry.submitted) / 1e9, 3)}
             for entry in oldest[:_MOST_OUTSTANDING]]
 
 
 def rss_bytes() -> int:
-    """The resident memory of this process in bytes; 0 if /proc is not available."""
+    """Return the resident memory of this process in bytes; 0 if /proc is not available."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -162,7 +162,7 @@ def rss_bytes() -> int:
 
 @dataclass
 class Totals:
-    """The sums of a rank over the intervals with collectives, except the first interval, in which the rank starts."""
+    """The sums of a rank over the intervals with collectives, without the first interval, in which the rank starts."""
 
     waits: Waits = field(default=Waits())  # The waits in these intervals.
     steps: int = 0  # Steps of training in these intervals; 0 if steps are not counted.
@@ -172,7 +172,7 @@ class Totals:
         self._before: tuple[int, int] | None = None
 
     def add(self, waits: Waits, steps: int, operations: int) -> None:
-        """Add an interval. `steps` and `operations` are the counts from the start of the job to its end."""
+        """Add an interval. `steps` and `operations` count from the start of the job to the end of the interval."""
         before, self._before = self._before, (steps, operations)
         if before is None:
             self._before = self._before if operations else None
@@ -183,7 +183,7 @@ class Totals:
 
 
 def line_of(totals: Mapping[int, Totals], hosts: Sequence[str]) -> str:
-    """The line on a job; "" for one rank, for a very short job, and if the totals of a rank are missing."""
+    """Return the line on a job's speed; "" for one rank, for a very short job, or if a rank's totals are missing."""
     shortest = min((each.waits.seconds for each in totals.values()), default=0.0)
     fewest = min((each.operations for each in totals.values()), default=0)
     if len(hosts) < 2 or len(totals) < len(hosts) or shortest < _LEAST_S or fewest < _LEAST_OPERATIONS:
@@ -200,15 +200,15 @@ def line_of(totals: Mapping[int, Totals], hosts: Sequence[str]) -> str:
 
 
 def status_directory(environ: Mapping[str, str]) -> Path:
-    """The directory with the status files of this user's jobs on this host. It need not exist."""
+    """Return the directory for the status files of this user's jobs on this host. The directory may not exist."""
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"mpistrat-{os.getuid()}"
 
 
 class StatusFile:
-    """Writes the status file of a job of `size` ranks. On rank 0.
+    """Writes the status file of a job of `size` ranks. Rank 0 uses it.
 
-    `environ` may name the runtime directory, and the job's id given by a launcher. Raises OSError: The directory, which
-    only this user may read, does not exist and cannot be made.
+    `environ`: May have XDG_RUNTIME_DIR, and the id of the job from PMIx or Slurm. Raises OSError: The directory of the
+    file cannot be made, or is open to other users.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str]):

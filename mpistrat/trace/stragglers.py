@@ -1,7 +1,7 @@
-"""Stragglers: the rank for which the others wait, and its activity during their waits. Pure, except `ProcessorUse`.
+"""Finds the straggler, the rank for which the others wait, and what it does meanwhile. Pure, except `ProcessorUse`.
 
 The last rank to submit a collective does not wait. So the slowest rank is the rank that waits least. Its cost is the
-time that the other ranks wait longer than the slowest rank.
+time by which the other ranks wait longer, on average.
 """
 
 import os
@@ -35,14 +35,14 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Finds the straggler of a job in the reports of all ranks on the same intervals. Names each rank once."""
+    """Finds the straggler of a job from the reports of all ranks. Returns each rank at most once."""
 
     def __init__(self) -> None:
         self._intervals: deque[Mapping[int, Mapping[str, Any]]] = deque(maxlen=_INTERVALS)
         self._named: set[int] = set()
 
     def add(self, reports: Mapping[int, Mapping[str, Any]]) -> Straggler | None:
-        """Add the reports of an interval, by rank. Returns a straggler that was not named before, or None."""
+        """Add the latest report of each rank. Return a straggler that no earlier call has returned, or None."""
         reports = dict(reports)  # The engine's thread adds to them.
         if len(reports) < 2 or any(report["steps"] is None for report in reports.values()):
             return None
@@ -66,7 +66,7 @@ class StragglerWatch:
 
 
 def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], cost: float) -> str:
-    """A sentence on why a rank is slow, from its reports and those of the other ranks. For `cost` see Straggler."""
+    """Return a sentence on why a rank is slow, from its `reports` and those of the `others`. `cost`: See Straggler."""
     delayed, cores = (fmean(report[key] for report in reports) for key in ("delayed", "cores"))
     used_by_others = fmean(report["cores"] for report in others)
     # On a busy machine all ranks are delayed alike, for each second of a core that they use.
@@ -90,9 +90,9 @@ def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
 
 
 def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
-    """The place in the script where a rank's main thread was more often than those of other ranks; "" if unknown.
+    """Return the place in the script that is more frequent in the reports of a rank than in `others`; "" if unknown.
 
-    All ranks spend most of their time in the step. Only the slow rank is seen in, for example, a callback that sleeps.
+    The most frequent place is the training step on all ranks. Only a slow rank is often in a callback that sleeps.
     """
     places = [report["place"] for report in reports if report["place"]]
     elsewhere = [report["place"] for report in others if report["place"]]
@@ -104,20 +104,20 @@ def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str
 
 
 class ProcessorUse:
-    """The processor time that this process uses, and waits for. Linux only: (0, 0) without /proc."""
+    """The processor time that this process uses, and the time that it waits for a core; the wait is 0 without /proc."""
 
     def __init__(self) -> None:
         self._before = self._now()
 
     def since_last(self) -> tuple[float, float]:
-        """Return the cores in use since the last call, and the seconds per second that ready threads waited."""
+        """Return the mean number of cores in use, and of threads that waited for a core, since the last call."""
         before, self._before = self._before, self._now()
         elapsed, used, delayed = (now - then for now, then in zip(self._before, before, strict=True))
         return (used / elapsed, max(delayed, 0) / elapsed) if elapsed > 0 else (0.0, 0.0)
 
     @staticmethod
     def _now() -> tuple[int, int, int]:
-        """The time, the processor time of all threads, and the time that ready threads waited for a core, in ns."""
+        """Return in ns the present time, the processor time of all threads, and how long they waited for a core."""
         times = os.times()
         delayed = 0
         try:

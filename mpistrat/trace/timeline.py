@@ -1,7 +1,7 @@
-"""The timeline of a job, which rank 0 writes: the operations of all ranks in one file, on the clock of rank 0.
+"""The timeline of a job: a file with the operations of all ranks, in times of rank 0's clock. Rank 0 writes the file.
 
-The file is in Chrome's trace format, which https://ui.perfetto.dev reads, also while the file is being written. It has
-groups of tracks. The spans of a track do not overlap. A span may have parts.
+The file is in Chrome's trace format. Perfetto (https://ui.perfetto.dev) reads it, also while it is being written. A
+timeline has groups of tracks. The spans of a track do not overlap. A span may have parts.
 
 Each rank is a group. Its first track has the reductions. Other tracks have the operations, from submission to result,
 with Horovod's phases: NEGOTIATE_ALLREDUCE until all ranks have submitted the operation, QUEUE until its reduction
@@ -32,10 +32,10 @@ _CLOSE = b"\n]"
 
 
 class Timeline:
-    """Writes the records of all ranks to a file, which is replaced. `hosts` has the host of each rank.
+    """Writes the records of all ranks to the file `path`, and replaces an old file. `hosts`: The host of each rank.
 
-    With `mark_cycles` it marks when each rank begins to execute the operations agreed on at the same time. Each method
-    raises OSError: The file cannot be created or written.
+    `mark_cycles`: Whether to mark the times when a rank begins to execute operations that were agreed on together. The
+    constructor and each method raise OSError: The file cannot be created or written.
     """
 
     def __init__(self, path: str, hosts: Sequence[str], mark_cycles: bool):
@@ -53,7 +53,7 @@ class Timeline:
         self.operations = self.lost = 0
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write records with times of rank 0's clock."""
+        """Write records. Their times must be those of rank 0's clock."""
         for record in records:
             self.operations += 1
             self._write(record)
@@ -65,7 +65,7 @@ class Timeline:
         self._file.close()
 
     def add_choices(self, sentences: Iterable[str]) -> None:
-        """Mark new sentences on choices that rank 0 has made by the times of collectives."""
+        """Add a mark for each new sentence. It says what rank 0 has chosen from measured times of collectives."""
         for sentence in sentences:
             if sentence not in self._choices:
                 self._choices.add(sentence)
@@ -73,7 +73,7 @@ class Timeline:
                 self._file.flush()
 
     def add_places(self, places: Mapping[int, str], now: int) -> None:
-        """Mark where in the script each rank is. The marks are in the file after the next `add`."""
+        """Add a mark for each rank with its place in the script at the time `now`. The next `add` writes the marks."""
         for rank, place in places.items():
             self._file.mark(rank, 0, place, now, _PLACE)
 
@@ -112,7 +112,7 @@ class Timeline:
         return len(tracks) - 1
 
     def _compare(self, record: Record) -> None:
-        """Write which rank came last, when all ranks have sent their records of an operation."""
+        """Keep the record. When the records of all ranks are there, write which rank was the last to submit."""
         key = record.process_set, record.number
         together = self._submitted.setdefault(key, [])
         together.append(record)
@@ -130,7 +130,7 @@ class Timeline:
 
 
 def label(record: Record) -> str:
-    """The name of the backend that executes an operation, as in Horovod's timeline."""
+    """Return the backend of an operation as in the names of Horovod's timeline, such as SHM in SHM_ALLREDUCE."""
     return "GPU" if record.device == "gpu" else _LABELS.get(record.backend, record.backend.upper())
 
 
@@ -156,14 +156,14 @@ class _TraceFile:
             raise OSError(error.errno, error.strerror, path) from None
 
     def track(self, group: int, group_name: str, track: int, name: str) -> None:
-        """Add a track and its name. To be called before the first span of the track."""
+        """Add a track and its name. Call this before the first span of the track."""
         for kind, values in (("process_name", {"name": group_name}), ("process_sort_index", {"sort_index": group}),
                              ("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track})):
             self._add({"name": kind, "ph": "M", "pid": group, "tid": track, "args": values})
 
     def span(self, group: int, track: int, category: str, part: Part, values: Values,
              parts: Iterable[Part] = ()) -> None:
-        """Add a span with its parts, which must be in the order of time."""
+        """Add a span and its parts. The parts must be in the order of time."""
         for name, begin, end in (part, *parts):
             self._add({"name": name, "cat": category, "ph": "X", "pid": group, "tid": track, "ts": begin / 1000,
                        "dur": (end - begin) / 1000, "args": values})
@@ -209,9 +209,9 @@ class _TraceFile:
 
 
 def records_in(path: str) -> tuple[list[Record], bool]:
-    """Return the records in a file, which may be truncated, and whether the end of the file is missing.
+    """Return the records in a timeline, and whether the end of its file is missing.
 
-    Raises OSError: The file cannot be read. ValueError: The file is not a timeline, or of another version of mpistrat.
+    Raises OSError: The file cannot be read. ValueError: It is no timeline, or a different version of mpistrat wrote it.
     """
     events, is_cut = _events_in(path)
     try:
@@ -228,7 +228,7 @@ def records_in(path: str) -> tuple[list[Record], bool]:
 
 
 def _record_of(name: str, begin: int, values: Mapping[str, Any]) -> Record:
-    """The inverse of Timeline._write. Raises KeyError or TypeError: A field is missing, or has another type."""
+    """Undo Timeline._write for one operation. Raises KeyError or TypeError: A field is missing, or has a wrong type."""
     fields: dict[str, Any] = {**values, "name": name, "submitted": begin if values["submitted"] else 0}
     for key in ("agreed", "began", "ended", "delivered"):
         fields[key] += begin
@@ -240,13 +240,13 @@ def _record_of(name: str, begin: int, values: Mapping[str, Any]) -> Record:
 
 
 def places_in(path: str) -> list[tuple[int, int, str]]:
-    """Return where in the script each rank was in each second, as (rank, nanoseconds, place). `path`: A timeline."""
+    """Return from a timeline where in the script each rank was in each second, as (rank, nanoseconds, place)."""
     return [(event["pid"], round(event["ts"] * 1000), event["name"]) for event in _events_in(path)[0]
             if event.get("cat") == _PLACE]
 
 
 def _events_in(path: str) -> tuple[list[dict[str, Any]], bool]:
-    """The events in a file, and whether the end of the file is missing."""
+    """Return the events in a file, and whether the end of the file is missing."""
     data, is_cut = Path(path).read_bytes(), False
     try:
         found = json.loads(data)

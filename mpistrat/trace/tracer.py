@@ -1,12 +1,12 @@
 """The tracer of one rank: a thread that reads the operations recorded by the engines, and reports to rank 0.
 
 Once a second each rank sends rank 0 a report, for the status file (reports.py). While a timeline is written, each rank
-also sends its operations, ten times a second. So a killed job lacks only the last moment. Once a second rank 0 sends a
-message to all ranks, whose answers give the offsets of their clocks (clocks.py). When a rank fails, all ranks report
-their last operations to `mpistrat run` (last.py).
+also sends its operations, ten times a second, so the timeline of a killed job lacks only the last moment. Once a second
+rank 0 sends a message to all ranks. Their answers give the offsets of their clocks (clocks.py). When a rank fails, all
+ranks report their last operations to `mpistrat run` (last.py).
 
-The messages travel with those of the negotiation, and a rank that is in a collective sends none. Only `stop_timeline`
-waits for other ranks, for a limited time. Problems of the tracer are logged as warnings: training goes on.
+The engines send these messages with those of the negotiation, so a rank in a collective sends none. Only
+`stop_timeline` waits for other ranks, for a limited time. Errors of the tracer are logged, and training continues.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
 class Tracer(Observer):
-    """Reads the rings of this rank's engines. To be used with `start`, then `stop`, then `close`.
+    """Reads the rings of this rank's engines, and reports to rank 0. Call `start`, then `stop`, then `close`.
 
     Args:
         offsets: The offset of each rank's clock. Used on rank 0.
@@ -81,14 +81,14 @@ class Tracer(Observer):
     def start(self, traced: Callable[[], Mapping[int, Traced]], wake: Callable[[], None]) -> None:
         """Start the thread. `traced` returns the data of each process set of this rank, by the id of the set.
 
-        `wake` makes the engine of the set of all ranks check `outgoing`.
+        `wake` wakes the engine of the set of all ranks, which then sends the messages in `outgoing`.
         """
         self._traced, self._wake = traced, wake
         self._thread = threading.Thread(target=self._run, name="mpistrat-trace", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and hand the last operations to the engine. Local. May be called twice."""
+        """Stop the thread, after it has put this rank's last messages into `outgoing`. Local. May be called twice."""
         self._ends = True
         self._called.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -97,7 +97,7 @@ class Tracer(Observer):
             self._traced, self._wake = dict, lambda: None  # They refer to objects that hold the shared memory.
 
     def close(self) -> None:
-        """Complete the timeline, after the engines have ended. Local. May be called twice."""
+        """Complete the timeline, if any. Call this after the engines have ended. Local. May be called twice."""
         with self._lock:
             self._recording.end(None)
 
@@ -109,9 +109,9 @@ class Tracer(Observer):
             self._called.set()
 
     def fail_all(self, limit_s: float) -> bool:
-        """Make all ranks report their last operations, since this rank fails. Any thread may call it.
+        """Make all ranks report their last operations, because this rank fails. Any thread may call it.
 
-        Waits until this rank has reported, for at most `limit_s`. Returns False if last operations are not reported.
+        Waits until this rank has reported, for `limit_s` seconds at most. Returns False if ranks report no operations.
         """
         if self._last_report is None or self._thread is None:
             return False
@@ -121,19 +121,19 @@ class Tracer(Observer):
         return True
 
     def tell_last(self) -> None:
-        """Report the last operations once if a rank has failed. In the thread of this object, or after `stop`."""
+        """Report the last operations if a rank has failed, but only once. For the tracer's thread, or after `stop`."""
         if self._last_report is not None:
             self._last_report.tell()
 
     @property
     def line(self) -> str:
-        """On rank 0, a sentence on the speed of the job, after the engines have ended; "" if there is none."""
+        """On rank 0: a sentence on the speed of the job; "" if there is none. Read it after the engines have ended."""
         return self.reports.line if self.is_line_due else ""
 
     # -- timelines, on rank 0 -----------------------------------------------------------------------------------------
 
     def start_timeline(self, path: str, mark_cycles: bool, window: Window | None = None) -> None:
-        """Start the timeline of all ranks (Recording.begin). Local: rank 0 writes, and the other ranks do nothing."""
+        """On rank 0: begin a timeline of all ranks, see Recording.begin. Does nothing on other ranks. Local."""
         if self._topology.rank == 0:
             with self._lock:
                 self._read()  # Operations before this point do not belong to the timeline.
@@ -141,9 +141,9 @@ class Tracer(Observer):
                 self._called.set()
 
     def stop_timeline(self) -> None:
-        """Complete the timeline. Local. Does nothing on ranks other than 0, and without a timeline.
+        """On rank 0: complete the timeline, if there is one. Does nothing on other ranks. Local.
 
-        Waits a moment for the last operations of the other ranks.
+        Waits some seconds at most for the last operations of the other ranks.
         """
         if not self._recording.has_file:
             return
@@ -217,7 +217,7 @@ class Tracer(Observer):
         self.reports.close()
 
     def _report(self, began: int, now: int) -> None:
-        """Send the report of this rank to rank 0. On rank 0, publish the reports of all ranks so far."""
+        """Send the report of this rank to rank 0. On rank 0: publish all reports, and ask the ranks for their time."""
         report, rank = self._own_report(began, now), self._topology.rank
         if rank == 0:
             self._send(_CLOCK + _SENT.pack(now))
@@ -253,10 +253,10 @@ class Tracer(Observer):
 
 
 class Recording:
-    """The timeline that is being recorded, if any. Rank 0 writes the operations of all ranks, which the others send.
+    """Records a timeline, if one is begun: rank 0 writes the file, and the other ranks send their operations to rank 0.
 
-    The tracer calls the methods with its lock held, except for `receive`. `send` sends a message to rank 0, or, on rank
-    0, to all ranks. `waiting` has the messages that have not been sent yet. `reader` counts the steps of this rank.
+    The tracer holds its lock when it calls the methods, except for `receive`. `send` sends a message to rank 0, or, on
+    rank 0, to all ranks. `waiting`: The messages that are not sent yet. `reader`: Counts the steps of this rank.
     """
 
     def __init__(self, topology: Topology, offsets: Mapping[int, Offset], send: Callable[[bytes], None],
@@ -276,7 +276,7 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether this rank sends or writes operations, so that they must be read often."""
+        """Whether this rank currently records operations for a timeline. If so, the tracer reads the rings often."""
         return self._window is not None
 
     @property
@@ -286,13 +286,13 @@ class Recording:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether other ranks may send more operations for the file."""
+        """On rank 0: whether other ranks may send more operations for the file. False on other ranks."""
         return self.has_file and bool(self._awaited)
 
     # -- on rank 0 ----------------------------------------------------------------------------------------------------
 
     def begin(self, path: str, mark_cycles: bool, window: Window | None, is_first: bool) -> None:
-        """Begin to write a timeline (see Timeline) of all ranks. Logs a warning if this is not possible.
+        """On rank 0: begin a timeline of all ranks. If the file cannot be made or one is open already, log a warning.
 
         `window`: The first step, from 0, and the step after the last one; None: everything from now on. `is_first`:
         Whether no operation has been executed yet.
@@ -314,7 +314,7 @@ class Recording:
         self._send(_BEGIN + json.dumps(self._window).encode())
 
     def write(self) -> None:
-        """Write the operations that other ranks have sent."""
+        """On rank 0: write the operations that other ranks have sent."""
         while self._incoming:
             message = self._incoming.popleft()
             if message.startswith(_RECORDS):
@@ -325,12 +325,12 @@ class Recording:
                 self._timeline.lost += lost
 
     def mark_places(self, places: Mapping[int, str], now: int) -> None:
-        """See Timeline.add_places. Does nothing without a file."""
+        """Call Timeline.add_places if there is a file."""
         if self._timeline is not None:
             self._timeline.add_places(places, now)
 
     def end(self, limit_s: float | None) -> None:
-        """Close the file, if any, and log a warning on missing operations.
+        """Close the file, if any, and log a warning if operations are missing in it.
 
         `limit_s`: How long rank 0 has waited for other ranks; None: the job has ended, and rank 0 did not wait.
         """
@@ -376,11 +376,11 @@ class Recording:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has passed the end of the window."""
+        """Whether this rank has begun a step after the timeline's window."""
         return self._window is not None and self._reader.counter.steps > self._window[1]
 
     def take(self, new: Sequence[Read], lost: int) -> None:
-        """Send or write the operations that belong to the timeline. For the arguments see Reader.read."""
+        """On rank 0: write the operations that belong to the timeline. On other ranks: send them. See Reader.read."""
         window = self._window
         if window is None:
             return
@@ -400,14 +400,14 @@ class Recording:
             self.send_last()
 
     def send_last(self) -> None:
-        """On ranks other than 0: tell rank 0 that no more operations follow, if a timeline is being recorded."""
+        """On ranks other than 0: announce to rank 0 that no more operations follow. Does nothing without a timeline."""
         if self._window is not None and self._topology.rank:
             self._window = None
             self._send(_LAST + _COUNTS.pack(self._topology.rank, self._lost))
             self._lost = 0
 
     def receive(self, message: bytes) -> None:
-        """Take a message of one of the four kinds. Any thread may call it."""
+        """Handle a message for timelines: begin, end, operations, or no more operations. Any thread may call it."""
         kind = message[:1]
         if kind == _BEGIN:
             first, end = json.loads(message[1:])

@@ -1,1 +1,1 @@
-"""Backends for host memory: within a process, over MPI, in shared memory, and both between hosts of several ranks."""
+"""Backends for CPU tensors: for one process, for shared memory within a host, for MPI, and for several hosts."""

@@ -1,15 +1,14 @@
-"""Connects the ranks of one host: sockets between all pairs of them, and an anonymous file of shared memory (memfd).
+"""Connects the ranks of one host: by sockets, and by an anonymous file of shared memory (memfd).
 
 The first rank of the host makes the sockets and the file, and passes their descriptors to the other ranks (SCM_RIGHTS).
-Sockets and file have no names, so other processes cannot open them. Used in init(), by one thread.
+Other processes cannot open the sockets and the file, which have no names. Used in init(), by one thread.
 
-Every user of a machine can read the names of Unix sockets, and connect to sockets in Linux's abstract namespace. So the
-first rank listens under an abstract name during init() only. Both sides check that the peer has the same user id, which
-the kernel reports (SO_PEERCRED), and the same secret, which the ranks exchange over MPI.
+To pass the descriptors, the first rank listens on a socket with a name in Linux's abstract namespace, during init()
+only. Every user of the machine can read this name and connect. Therefore both sides check that the peer has the same
+user id, which the kernel reports (SO_PEERCRED), and the same secret, which the ranks exchange over MPI.
 
-An MPI-3 shared window would be a file in /dev/shm, of which containers often have only 64 MB, and the window may stay
-behind when all ranks are killed. The memory of a memfd has no name and no limit of its own, and the kernel frees it
-with the last process.
+An MPI-3 shared window is not used, because it would be a file in /dev/shm. Containers often have only 64 MB there, and
+the file may stay behind when all ranks are killed. A memfd has no limit of its own, and ends with the last process.
 """
 
 import array
@@ -53,9 +52,9 @@ class Invitation:
 
 
 class FdExchange:
-    """One rank's side of the exchange. The first rank of the host calls `give`, the others `take`; then all `close`.
+    """Passes file descriptors: the first rank of a host calls `give`, the others `take`, and then all call `close`.
 
-    `local_ranks` are the ranks of this host. `interruption` interrupts `give`. Raises OSError: This rank cannot listen.
+    `local_ranks`: The ranks of the host. `interruption` ends `give`. Raises OSError: The first rank cannot listen.
     """
 
     def __init__(self, rank: int, local_ranks: Sequence[int], interruption: Interruption | None = None):
@@ -75,7 +74,7 @@ class FdExchange:
                 raise
 
     def give(self, descriptors: Mapping[int, Sequence[int]]) -> None:
-        """Send each other rank its descriptors (one or more) in order. Returns when all ranks have received theirs.
+        """Send each rank r in `descriptors` its `descriptors[r]`, at least one. Returns when all ranks have theirs.
 
         Raises OSError: A rank has not connected in time, or has ended. RanksLostError: The wait is interrupted.
         """
@@ -105,7 +104,7 @@ class FdExchange:
                     missing.remove(rank)
 
     def _identify(self, connection: socket.socket) -> int | None:
-        """The rank of the peer; None if the peer does not belong to the job."""
+        """Return the rank of the peer; None if the peer does not belong to the job."""
         assert self.invitation is not None
         process, user = _peer_of(connection)
         if user != os.geteuid():
@@ -136,9 +135,9 @@ class FdExchange:
                 raise ConnectionResetError("the process of that rank has ended")
 
     def take(self, invitation: Invitation) -> list[int]:
-        """Receive this rank's descriptors, which are close-on-exec, from the first rank of the host, in order.
+        """Return this rank's descriptors, close-on-exec, in the order in which the first rank of the host sends them.
 
-        Raises OSError: The first rank sends nothing, or another process answers in its place.
+        Raises OSError: The first rank cannot be reached or sends too few, or a different process answers in its place.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             # Unlike settimeout, this limit makes connect wait while the backlog of the listener is full.
@@ -188,7 +187,7 @@ class FdExchange:
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and effective user of the peer of a Unix socket, at the time the peer connected or began to listen."""
+    """Return (process id, effective user id) of a Unix socket's peer, from when it connected or began to listen."""
     process, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED,
                                                                  _CREDENTIALS.size))
     return process, user
@@ -203,7 +202,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 class HostFile:
-    """The file of shared memory, which is zero at first. Other processes get it only if this process passes it on."""
+    """An anonymous file of shared memory (memfd), all zero at first. Only processes with a descriptor can use it."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor  # -1 after `close`
@@ -222,9 +221,9 @@ class HostFile:
 
     @classmethod
     def over(cls, descriptor: int) -> "HostFile":
-        """Wrap a file that another rank made with `make`.
+        """Wrap the descriptor of a file that the first rank of the host made with `make`.
 
-        Raises OSError: The descriptor is not of a file made with `make`. The descriptor is closed.
+        Raises OSError: `descriptor` is not of such a file. In this case `descriptor` is closed.
         """
         try:
             seals, owner = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS), os.fstat(descriptor).st_uid
@@ -236,7 +235,7 @@ class HostFile:
         return cls(descriptor)
 
     def map(self, nbytes: int) -> mmap.mmap:
-        """Map the first `nbytes` (at least 1) of the file. Local.
+        """Allocate the first `nbytes` (at least 1) of the file, and return them as mapped memory. Local.
 
         Raises OSError: There is not enough memory for `nbytes`. There may be enough for fewer bytes.
         """
@@ -255,11 +254,11 @@ class HostFile:
 
 
 class HostLink:
-    """One rank's end of the connections. Construct it on all ranks of the host, then call `connect`, then `close`.
+    """Connects one rank with the other ranks of its host. All of them construct it, call `connect`, and then `close`.
 
-    `local_ranks` are the ranks on this host, of which the first one makes the sockets and the file. `job_ranks` are the
-    same ranks in the job, for error messages; None: the same numbers. `interruption` interrupts the wait for the other
-    ranks. Raises OSError: This rank cannot listen.
+    `local_ranks`: The ranks of this host. The first one makes the sockets and the file. `job_ranks`: The ranks of the
+    same processes in the whole job, for error messages; None: equal to `local_ranks`. `interruption` ends the wait for
+    the other ranks. Raises OSError: This is the first rank, and it cannot listen.
     """
 
     def __init__(self, rank: int, local_ranks: Sequence[int], job_ranks: Sequence[int] | None = None,
@@ -273,9 +272,9 @@ class HostLink:
         self._no_file = OSError(f"{self._first} could not make the file of shared memory")
 
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
-        """Return this rank's channel. Collective within the host. `invitation`: That of the host's first rank.
+        """Connect the ranks of the host, and return this rank's channel. Collective within the host.
 
-        Raises OSError: The ranks cannot be connected. Only some ranks may raise this error.
+        `invitation`: From the first rank's HostLink. Raises OSError, perhaps only on some ranks: A connection fails.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)
@@ -325,7 +324,7 @@ class HostLink:
     def file(self) -> HostFile:
         """Return the file of shared memory, which is open until `close`. Local.
 
-        Raises OSError: This rank has no file. Other ranks may have one.
+        Raises OSError: This rank has no such file. Other ranks of the host may have it.
         """
         if self._file is None:
             raise self._no_file

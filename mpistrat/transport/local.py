@@ -35,7 +35,7 @@ class LocalControl(ControlPlane):
         self._wake_up.set()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class LocalAgreement(AgreementRound):
@@ -58,7 +58,7 @@ class LocalAgreement(AgreementRound):
 
 
 class LocalData(DataPlane):
-    """Collectives of a single rank, whose results are its own arrays, scaled."""
+    """Collectives of a single rank. The results are copies of its own arrays, scaled in reductions."""
 
     name = "local"
 
@@ -83,7 +83,7 @@ class LocalData(DataPlane):
         self.allreduce([source], [target], reduction)
 
     def broadcast(self, array: np.ndarray, root_rank: int) -> None:
-        """Nothing to do: the rank is the root."""
+        """Do nothing: the only rank is the root."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -36,7 +36,7 @@ class ChannelSockets:
     def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
         """Make the sockets of all `ranks` of a host. Raises OSError: The process has reached its limit of descriptors.
 
-        The sockets are pairs without names, so only processes that are given an outbox can write to its inbox.
+        An inbox and its outbox are a socket pair without names. Only processes with the outbox can write to the inbox.
         """
         outboxes: dict[int, socket.socket] = {}
         inboxes: dict[int, socket.socket] = {}
@@ -55,7 +55,7 @@ class ChannelSockets:
     def over(descriptors: Sequence[int], ranks: Sequence[int]) -> "ChannelSockets":
         """Wrap received descriptors: the inbox, and the outboxes in the order of `ranks`.
 
-        Raises OSError: A descriptor is not a Unix datagram socket. All descriptors stay open.
+        Raises OSError: A descriptor is not a Unix datagram socket. In this case all descriptors stay open.
         """
         made: list[socket.socket] = []
         try:
@@ -81,7 +81,7 @@ class UnixSocketChannel:
     """One rank's connection to the ranks of its host. The kernel closes the connection when the process ends.
 
     Messages of one sender arrive in order and are not lost. If a receiver's queue is full, messages wait in the sender,
-    and a later call sends them.
+    until a later call of `send` or `flush` sends them.
     """
 
     def __init__(self, rank: int, sockets: ChannelSockets):
@@ -98,20 +98,20 @@ class UnixSocketChannel:
         self._has_other_news: Callable[[], bool] = bool
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Make `ready`, and `wait` while it spins, also return when `has_news()` is true."""
+        """Make `ready`, and `wait` while it spins, also return true when `has_news()` is true."""
         self._has_other_news = has_news
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:
-        """Whether a message to one of `ranks` waits for room."""
+        """Return whether a message to one of `ranks` waits for room in the queue of its receiver."""
         return any(self._outbox.get(rank) for rank in ranks)
 
     @property
     def is_sending(self) -> bool:
-        """Whether any message waits for room."""
+        """Whether any message waits for room in the queue of its receiver."""
         return any(self._outbox.values())
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send to a rank of this host. Never blocks."""
+        """Send `message` to a rank of this host. Never blocks."""
         outbox = self._outbox.setdefault(rank, deque())
         for start in range(0, max(len(message), 1), SOCKET_FRAGMENT_BYTES):
             end = start + SOCKET_FRAGMENT_BYTES
@@ -119,7 +119,7 @@ class UnixSocketChannel:
         self._flush_to(rank)
 
     def flush(self) -> None:
-        """Send the messages that wait, as far as there is room."""
+        """Send the messages that wait, as far as the queues of the receivers have room. Never blocks."""
         for rank in self._outbox:
             self._flush_to(rank)
 
@@ -140,7 +140,7 @@ class UnixSocketChannel:
         return True
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """The messages that have arrived, as (sender, message). Does not wait.
+        """Return the messages that have arrived, as (sender, message). Does not wait.
 
         Raises MessageError: A malformed datagram has arrived.
         """
@@ -163,7 +163,7 @@ class UnixSocketChannel:
                 messages.append((sender, b"".join(self._partial.pop(sender))))
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` until `ready()`, spinning for the first `spin_s`. Returns whether it was."""
+        """Wait until `ready()`: spin for `spin_s`, then sleep for `timeout_s` at most. Returns false on timeout."""
         if spin_s:
             until = time.monotonic() + min(spin_s, timeout_s)
             while time.monotonic() < until:
@@ -173,7 +173,7 @@ class UnixSocketChannel:
         return self._await(timeout_s)
 
     def ready(self) -> bool:
-        """Whether a message has arrived, or `has_news()`. Makes a system call, during which other threads may run."""
+        """Return whether a message has arrived, or `has_news()`. Makes a system call, which lets other threads run."""
         return self._await(0.0) or self._has_other_news()
 
     def _await(self, timeout_s: float) -> bool:
@@ -182,7 +182,7 @@ class UnixSocketChannel:
         return bool(self._poller.poll(math.ceil(timeout_s * 1000)))
 
     def wake(self) -> None:
-        """Make this rank's `wait` return. Any thread may call it."""
+        """Make this rank's `wait` return. Any thread may call `wake`."""
         with self._wake_lock:
             if self._is_woken and not self._is_waking:
                 return  # One wake-up in the queue suffices. More would take the room of messages.

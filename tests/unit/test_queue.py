@@ -147,7 +147,7 @@ def test_a_name_in_flight_cannot_be_used_again() -> None:
     queue, first = TensorQueue(), entry("a")
     queue.put(first)
     with pytest.raises(DuplicateNameError, match=r"^a: .*same name as another one that is currently being processed\. "
-                                                 r"Wait for the first, or give it another name=\.$"):
+                                                 r"Wait for the first request, or pass another name=\.$"):
         queue.put(entry("a"))
     assert queue.take_new() == [first]
     with pytest.raises(DuplicateNameError):

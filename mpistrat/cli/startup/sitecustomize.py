@@ -1,10 +1,10 @@
-"""Python imports this module when it starts on a rank of `mpistrat run`. The module binds the rank to its share of the
-cores, and reports errors of the script before init().
+"""Bind a rank to its share of the cores, and report errors of the script before init().
 
-A rank that ends without init() prints a line, and `mpistrat run` tells the user if no rank has called init().
+Python imports this module when it starts on a rank of `mpistrat run`. A rank that ends without init() prints a line. If
+no rank has called init(), `mpistrat run` tells the user.
 
-The module restores PYTHONPATH and sys.path, and imports a sitecustomize of the user. It imports mpistrat only after an
-error, because mpistrat imports numpy, and the script may want to change the settings of numpy first.
+The module removes its directory from PYTHONPATH and sys.path, and imports a sitecustomize of the user. It imports
+mpistrat only after an error, because mpistrat imports numpy, and the script may change settings of numpy first.
 """
 
 import atexit
@@ -22,12 +22,12 @@ _WRAPPER_S = 1.0  # If child processes have used more CPU time, this process may
 
 
 def _own(module: str) -> dict[str, Any]:
-    """Return the names that a module of mpistrat/process defines. An import of mpistrat would import numpy."""
+    """Return the names of a module of mpistrat/process, without importing mpistrat, which would import numpy."""
     return runpy.run_path(os.path.join(_HERE, "..", "..", "process", f"{module}.py"))
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an exception to `mpistrat run`. Replaces sys.excepthook until init()."""
+    """Report an exception to `mpistrat run`. This function is sys.excepthook until init()."""
     atexit.unregister(_say_without_init)
     try:
         if os.getpid() != _PROCESS:  # A process that the script has forked is not a rank.
@@ -43,7 +43,7 @@ _report._mpistrat_before_init = True  # type: ignore[attr-defined]
 
 
 def _say_without_init(rank: str) -> None:
-    """At exit, print that init() was not called. If MPI is loaded, init() was called, or the script itself uses MPI."""
+    """Print at exit that init() was not called. Print nothing if MPI is loaded: init() or the script has loaded MPI."""
     is_wrapper = os.times().children_user > _WRAPPER_S
     if os.getpid() == _PROCESS and "mpi4py.MPI" not in sys.modules and not is_wrapper and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed, or has no reader.
@@ -51,7 +51,7 @@ def _say_without_init(rank: str) -> None:
 
 
 def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
-    """Bind the rank to its cores, before a library is imported that creates a thread per core."""
+    """Bind the rank to its cores, before the script imports libraries that create a thread for each core."""
     try:
         taken = _own("cores")["take_share_at_start"](place, os.environ)
     except OSError:

@@ -1,1 +1,1 @@
-"""Keras as mpistrat sees it: its private names, the functions of it that are replaced, and the state of a training."""
+"""The interface to Keras: its private names, replacements for its functions, and the state of training in fit."""

@@ -1,6 +1,6 @@
-"""Values that must be equal on all ranks: the rates of optimizers, and the state of layers that learn by adapt().
+"""Comparison of values that must be equal on all ranks: rates of optimizers, and what layers have learned by adapt().
 
-The callbacks that mpistrat adds to fit call these functions. Local. The decisions are functions of all ranks' values.
+Rates are settings such as the learning rate. Functions are local: callbacks of fit gather the values before.
 """
 
 import functools
@@ -28,12 +28,12 @@ _RELATIVE = 1e-5
 
 
 def number(value: object) -> float:
-    """Return a number or the value of a variable as a float. A variable of Keras 3.0 has no __float__."""
+    """Return a number, or the value of a variable, as a float. float() itself fails for a variable of Keras 3.0."""
     return float(keras.ops.convert_to_numpy(value))
 
 
 def rates_of(optimizers: Iterable[Optimizer]) -> tuple[tuple[str, float], ...]:
-    """Return the optimizers' rates with labels. User-defined functions are left out: a call may have side effects."""
+    """Return (label, rate) pairs. Rates that are user-defined functions are left out: calls may have side effects."""
     rates: list[tuple[str, float]] = []
     for optimizer in optimizers:
         hyper = vars(optimizer).get("_hyper", {})  # of a `legacy` optimizer of Keras 2
@@ -67,7 +67,7 @@ def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
 
 
 def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: str) -> None:
-    """Raise MismatchError if the ranks have different rates. `place` begins the text: "fit: at the end of epoch 3"."""
+    """Raise MismatchError if the ranks' rates differ. The text begins with `place` ("fit: at the end of epoch 3")."""
     different = different_rate(of_ranks)
     if different:
         raise MismatchError(f"{place} {different} Set the same value on all ranks, and give all ranks the same "
@@ -87,7 +87,7 @@ _DEPTH = 4  # The depth of nested functions to search
 
 @dataclass(frozen=True)
 class Adapted:
-    """The state that a layer has learned."""
+    """What one layer has learned by adapt(), as digests and numbers that the ranks compare."""
 
     label: str  # The name of the layer for users
     table: bytes = b""  # A digest of the lookup tables; b"" if there are none
@@ -97,7 +97,7 @@ class Adapted:
     is_broadcast: bool = False  # Whether a BroadcastGlobalVariablesCallback makes means and variances equal
 
     def differs_from(self, other: "Adapted") -> str:
-        """Return the kind of state that differs by more than rounding; "" if no kind differs."""
+        """Return what differs from `other` by more than rounding, such as "vocabulary"; "" if nothing differs."""
         return "vocabulary" if self.table != other.table \
             else "boundaries or weights" if not _are_close(self.fixed, other.fixed) \
             else _STATISTICS if not _are_close(self.variable, other.variable) else ""
@@ -114,9 +114,9 @@ _COPY = {
 
 
 def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool]:
-    """Return a message on the first layer whose state differs, or "", and whether training may go on.
+    """Return a message on a layer whose learned state differs between ranks ("" if none), and whether fit may continue.
 
-    Ranks with different numbers of such layers are not compared.
+    If the ranks have different numbers of layers with a learned state, the states are not compared.
     """
     warning = ""
     if len(set(map(len, of_ranks))) > 1:
@@ -138,7 +138,7 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """Return the states of layers and their inner layers, such as the StringLookup of a TextVectorization, in order."""
+    """Return the learned state of layers with adapt(). `is_broadcast`: a callback broadcasts means and variances."""
     found: list[Adapted] = []
     inside: set[int] = set()
     for layer in layers:
@@ -157,7 +157,7 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
-    """Return the layers that functions of tf.data pipelines use, and inner layers. `inputs` are x and y of fit."""
+    """Return the layers that functions in tf.data pipelines use, and their inner layers. `inputs`: x and y of fit."""
     layers = (layer for value in tf.nest.flatten(inputs) for function in _functions_of(value)
               for layer in _layers_in(function, _DEPTH))
     return list(IdentitySet(each for layer in layers for each in (layer, *all_layers(layer))))
@@ -209,13 +209,13 @@ def _numbers(arrays: list[np.ndarray]) -> tuple[float, ...]:
 
 
 def _are_close(numbers: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Whether two results of _numbers, (projection, norm), are equal up to rounding errors of the norm's size."""
+    """Return whether two results of _numbers are equal up to rounding errors that are relative to the norm."""
     return len(numbers) == len(others) and (not numbers or (
         are_equal(numbers[1], others[1]) and are_equal(numbers[0] + numbers[1], others[0] + numbers[1])))
 
 
 def _digest_of_table(table: tf.lookup.StaticHashTable) -> bytes:
-    """Return eight bytes that depend on the table's entries, in any order; zeros for an empty table."""
+    """Return an 8-byte digest of the entries of a table, whatever their order; zeros for an empty table."""
     if not int(table.size()):
         return bytes(8)
     pair = [each if each.dtype == tf.string else tf.strings.as_string(each) for each in table.export()]

@@ -1,6 +1,6 @@
-"""What fit measures: the rows of each rank, the means of metrics over the ranks, and the speed of all ranks together.
+"""Measurements during fit: the rows of each rank, the means of metrics over the ranks, and the speed of all ranks.
 
-The callbacks call these functions, in the thread of fit.
+Keras callbacks call these functions, in the thread that called fit.
 """
 
 import itertools
@@ -38,9 +38,9 @@ _numbers = itertools.count()
 
 
 class LocalScalar:
-    """A local number that steps read or add to: one variable on the host, and one on the device of compiled steps.
+    """A number of this rank that training steps read or increase. Each device that runs steps has a variable for it.
 
-    XLA refuses variables of another device. A tf.Variable made in a strategy's scope would belong to the strategy.
+    XLA needs a variable on its own device. The variables are raw, because a strategy would take over a tf.Variable.
     """
 
     def __init__(self, dtype: tf.DType, value: int):
@@ -48,21 +48,21 @@ class LocalScalar:
         self._handles: dict[str, tf.Tensor] = {}  # by device
 
     def assign(self, value: int | bool) -> None:
-        """Assign the number. Eager."""
+        """Set the variables of all devices to `value`. For eager code."""
         self._value = value
         for handle in self._handles.values():
             self._assign_to(handle)
 
     def add(self, value: tf.Tensor) -> None:
-        """Add to the number, on the device of the step that is being traced."""
+        """Add to the variable on the device of the step that TensorFlow is tracing."""
         tf.raw_ops.AssignAddVariableOp(resource=self._handle(), value=value)
 
     def read(self) -> tf.Tensor:
-        """Return the assigned number, on the device of the step that is being traced."""
+        """Return the value of the variable on the device of the step that TensorFlow is tracing."""
         return self._read_from(self._handle())
 
     def sum(self) -> int:
-        """Return the sum of the additions on all devices, if the assigned number is 0. Eager."""
+        """Return the sum over all devices. If 0 was assigned, this is the sum of all additions. For eager code."""
         return sum(int(self._read_from(handle)) for handle in self._handles.values())
 
     def _handle(self) -> tf.Tensor:
@@ -83,10 +83,10 @@ class LocalScalar:
 
 
 def row_count_of(model: keras.Model, step: str) -> LocalScalar:
-    """Return the count of the rows that a model's `train_step` or `test_step` gets. It only grows; callers subtract.
+    """Return the counter of the rows that the model's method `step` gets; `step` is "train_step" or "test_step". Local.
 
-    Batches whose rows cannot be counted (see `rows_of`) add 0. The first call makes Keras trace the step again. The
-    wrapper stays on the model, so that the next fit need not trace. Local.
+    The counter is never reset: callers subtract an earlier value. Batches whose rows cannot be counted (see `rows_of`)
+    add 0. The first call wraps the method, so Keras traces it again. The wrapper stays for later fits.
     """
     original = getattr(model, step)
     if (found := getattr(original, "mpistrat_rows", None)) is not None:
@@ -108,7 +108,7 @@ def row_count_of(model: keras.Model, step: str) -> LocalScalar:
 
 
 def rows_of(data: object) -> tf.Tensor | None:
-    """Return the rows of a batch, int64: the first dimension of the first tensor that is no scalar. None if none."""
+    """Return a batch's number of rows (int64), the size of axis 0 of its first non-scalar tensor, or else None."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0:
             return tf.shape(leaf, tf.int64)[0] if isinstance(leaf, tf.Tensor) else \
@@ -129,11 +129,11 @@ class MetricMeans:
         self._process_set, self._has_warned = process_set, False
 
     def replace(self, name: str, logs: dict[str, Any], rows: tuple[int, int] | None = None, batches: int = 0) -> None:
-        """Replace the metrics in `logs` by their means. Collective. Metrics that some ranks lack are not changed.
+        """Replace the metrics in `logs` by their means over the ranks. Metrics that some ranks lack stay as they are.
 
-        Metrics are numbers and arrays of numbers, such as one for each class. Arrays of different shapes are different
-        metrics. `rows` are the weights: this rank's rows of training and of validation; None on all ranks: no weights.
-        `batches` is its number of validation batches, if known. Raises ValueError on every rank, as weighted_means.
+        Collective. A metric is a number or an array of numbers; arrays of different shapes are different metrics.
+        `rows` has this rank's numbers of training and validation rows as weights; None on all ranks: no weights.
+        `batches` is this rank's number of validation batches. Raises ValueError as weighted_means does.
         """
         own = {key: number for key, value in logs.items() if (number := _number(value)) is not None}
         found = array_ops.allgather_object((rows, batches, own), name, self._process_set)
@@ -160,7 +160,7 @@ class MetricMeans:
 
 
 class AverageMetrics(Callback):
-    """Replaces metrics by their means when an epoch ends, if callbacks decide by metrics. Collective; fit adds it."""
+    """Averages metrics when an epoch ends, if a callback such as EarlyStopping reads them. Collective; fit adds it."""
 
     def __init__(self, name: str, process_set: ProcessSet):
         super().__init__()
@@ -168,7 +168,7 @@ class AverageMetrics(Callback):
         self._is_needed = False
 
     def begin(self, readers: Sequence[Sequence[str]]) -> None:
-        """Begin training. `readers` has each rank's classes of callbacks that decide by metrics. Local."""
+        """Average from now on if a rank has `readers`, which are classes of callbacks that decide by metrics. Local."""
         found = {rank: of_rank for rank, of_rank in enumerate(readers) if of_rank}
         self._is_needed = bool(found)
         if found and self._process_set.rank() == 0:
@@ -190,10 +190,10 @@ def _number(value: object) -> np.ndarray | None:
 
 
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the mean of each metric over the ranks, weighted by rows of training; `val_...` by those of validation.
+    """Return the mean of each metric over the ranks, weighted by training rows, or for `val_...` by validation rows.
 
-    `rows` has each rank's two numbers, and `values` an array by rank for each name. Raises ValueError if the number of
-    rows that a metric needs is UNKNOWN on a rank, or 0 on all ranks.
+    `rows` has both numbers of each rank. `values` has for each name an array, with one value for each rank. Raises
+    ValueError if the number of rows that a metric needs is UNKNOWN on a rank, or is 0 on all ranks.
     """
     means = []
     for name, of_ranks in zip(names, values, strict=True):
@@ -212,7 +212,7 @@ def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.n
 
 
 def shared_names(metrics: Sequence[dict[str, np.ndarray]]) -> tuple[list[str], dict[str, list[int]]]:
-    """Return the sorted names of metrics that all ranks have, and for each other metric (with shape) its ranks."""
+    """Return the sorted names of metrics that all ranks have, and for each remaining metric the ranks that have it."""
     ranks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, of_rank in enumerate(metrics):
         for name, value in of_rank.items():
@@ -229,7 +229,7 @@ def shared_names(metrics: Sequence[dict[str, np.ndarray]]) -> tuple[list[str], d
 
 @dataclass(frozen=True)
 class Work:
-    """The training of one rank."""
+    """What one rank has trained: the numbers of rows and steps, and the time."""
 
     rows: int  # UNKNOWN if steps have run but no row was counted
     steps: int  # The number of Keras' steps, each with one batch
@@ -242,10 +242,10 @@ class Work:
 
 
 def speed_of(works: Sequence[Work]) -> tuple[str, float]:
-    """Return the speed of ranks that have done `works` in parallel: the unit, and how many per second.
+    """Return the unit, and the number of units per second, of ranks that have trained in parallel (`works`).
 
-    The unit is "rows", or "steps" of all ranks together if the rows of some rank are unknown. The number is nan if
-    nothing was measured.
+    The unit is "rows". If the number of rows of a rank is UNKNOWN, the unit is "steps", and all ranks together make one
+    step. The number is nan if nothing was measured.
     """
     seconds = max(work.seconds for work in works)
     is_known = all(work.rows != UNKNOWN for work in works)
@@ -254,21 +254,21 @@ def speed_of(works: Sequence[Work]) -> tuple[str, float]:
 
 
 def line_of(unit: str, per_second: float, works: Sequence[Work], names: Sequence[str]) -> str:
-    """Return the line that rank 0 prints at the end of fit. `works` and `names` are in rank order."""
+    """Return the line that rank 0 prints at the end of fit. `works` and `names` have an item per rank, in order."""
     return (f"mpistrat: fit has trained {figure(per_second)} {unit} per second on {len(works)} ranks"
             f"{shares_of([work.waits for work in works], names)}.")
 
 
 class Throughput(Callback):
-    """Writes the rows per second, for all ranks together, into the logs of each epoch. Collective.
+    """Writes the number of rows per second, for all ranks together, into the logs of each epoch. Collective.
 
-    The key is `rows_per_second`, or `steps_per_second` if the rows of some rank cannot be counted. All ranks together
-    make one step. All ranks get the same number. Put the callback before callbacks that read the logs (CSVLogger,
-    TensorBoard). Keras' own line of the epoch shows the number too. The time is that of the slowest rank, from the
-    beginning of the epoch to the end of the last step, including waits for data, but not validation. The first step of
-    fit does not count, because TensorFlow traces it. The value is nan for an epoch without a second step.
+    The key is `rows_per_second`, or, if the rows of a rank cannot be counted, `steps_per_second`, where all ranks
+    together make one step. All ranks get the same number. Put the callback before callbacks that read the logs
+    (CSVLogger, TensorBoard). Keras' own line of the epoch shows the number too. The time is that of the slowest rank,
+    from the beginning of the epoch to the end of the last step, including waits for data, but not validation. The first
+    step of fit does not count, because TensorFlow traces it. If the first epoch has no other step, its value is nan.
 
-    At the end of fit rank 0 prints the speed of all epochs, also without this callback, unless `verbose=0`.
+    At the end of fit rank 0 prints the speed over all epochs, even without this callback, unless `verbose=0`.
 
     Args:
         process_set: The ranks that take part. On other ranks the callback does nothing.
@@ -327,9 +327,9 @@ class Throughput(Callback):
 
 
 class FitThroughput(Throughput):
-    """Prints the speed of the whole of fit on the first rank of a process set. Collective, with `name`; fit adds it.
+    """Prints the speed over all epochs of fit, on the first rank of a process set. Collective. fit adds this callback.
 
-    If `is_silent`, which returns the same on all ranks, returns True, the ranks exchange and print nothing.
+    The collective is named `name`. If `is_silent()`, which is equal on all ranks, is True, nothing is sent or printed.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, is_silent: Callable[[], bool]):

@@ -1,8 +1,8 @@
-"""The registry of the Keras functions that mpistrat replaces: the replacement, the reason, and the cause in Keras.
+"""The registry of the Keras functions that mpistrat replaces, with the reason for each replacement.
 
-Modules register their replacements with `replaces`, and modules of mpistrat.strategy.keras with
-`replaces_for_strategy`. A replacement behaves like the original unless a model has a DistributedOptimizer or an
-MPIStrategy, except for the order in which `scatter` adds. Those for strategies were tested with Keras 3.10 to 3.15.
+Modules register replacements with `replaces`, or with `replaces_for_strategy`. For models that mpistrat does not train,
+a replacement does what the original does, except that model files are replaced atomically, and that optimizers add
+tf.IndexedSlices in a fixed order. Replacements for strategies were tested with Keras 3.10 to 3.15.
 """
 
 import functools
@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Function)
 
 @dataclass(frozen=True)
 class Patch:
-    """A function of Keras and its replacement."""
+    """A function of Keras, its replacement, and the reason: what would go wrong without the replacement."""
 
     owner: type | ModuleType  # Has the function
     name: str
@@ -42,7 +42,7 @@ _applied: list[tuple[Patch, Any]] = []
 
 def replaces(owner: type | ModuleType, name: str, reason: str, upstream: str,
              is_for_strategy: bool = False) -> Callable[[F], F]:
-    """A decorator that registers a function as the replacement of `owner.name`. For the arguments see Patch."""
+    """Return a decorator that registers a function as replacement of `owner.name`. The arguments are those of Patch."""
     def register(replacement: F) -> F:
         PATCHES.append(Patch(owner, name, replacement, reason, upstream, is_for_strategy))
         return replacement
@@ -53,9 +53,9 @@ replaces_for_strategy = functools.partial(replaces, is_for_strategy=True)
 
 
 def apply(for_strategy: bool = False, only: str = "") -> None:
-    """Replace the registered functions, or only the functions with the name `only`, each once.
+    """Apply the registered replacements, or only those of functions named `only`. Further calls do not repeat any.
 
-    Replacements for strategies are applied last, so they are called first.
+    `for_strategy` includes the replacements for strategies. They are applied last, and so wrap the others.
     """
     applied = {id(patch) for patch, _ in _applied}
     for patch in sorted(PATCHES, key=lambda each: each.is_for_strategy):
@@ -78,7 +78,7 @@ def _bound(replacement: Function, original: Function) -> Function:
 
 
 def undo() -> None:
-    """Restore the original functions that were replaced for strategies."""
+    """Remove the replacements for strategies. Other replacements stay."""
     for patch, own in reversed(_applied):
         if patch.is_for_strategy and own is None:
             delattr(patch.owner, patch.name)
@@ -100,7 +100,7 @@ _KERAS_2 = {
 
 
 def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundArguments:
-    """Return the arguments of a call of `original`, by their names. Local. Raises TypeError as the call itself."""
+    """Bind the arguments of a call to the parameters of `original`. Local. Raises TypeError if the call would."""
     try:
         return inspect.signature(original).bind(*args, **kwargs)
     except TypeError as error:
@@ -109,7 +109,7 @@ def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundA
 
 
 class _Variables(list):
-    """The variables of an optimizer, which Keras 2 returns from a call."""
+    """The list of an optimizer's variables, made callable: Keras 2 has the method `optimizer.variables()`."""
 
     def __call__(self) -> "_Variables":
         return self
@@ -117,11 +117,11 @@ class _Variables(list):
 
 @functools.cache
 def accept_words_of_keras2() -> None:
-    """Make Keras 3 accept three spellings of Keras 2 in Horovod scripts, for `mpistrat run --as-horovod=keras2` only.
+    """Make Keras 3 accept three forms of Keras 2 in Horovod scripts, for `mpistrat run --as-horovod=keras2` only.
 
-    `compile(experimental_run_tf_function=...)` is ignored, `optimizer.variables()` is an attribute in Keras 3, and the
-    argument `lr` of optimizers is learning_rate in Keras 3. The change is for the whole process. Local; a second call
-    does nothing.
+    The argument `experimental_run_tf_function` of compile is ignored. `optimizer.variables()` returns the attribute
+    `variables`. The argument `lr` of optimizers means `learning_rate`. The change is for the whole process. Local. A
+    second call does nothing.
     """
     original = keras.Model.compile
 

@@ -1,7 +1,7 @@
-"""Private names of Keras that several modules use, and the optimizers inside of an optimizer. Local.
+"""Private names of Keras that several modules use, and functions that find the optimizers inside an optimizer. Local.
 
-Tested with all versions of Keras that `import mpistrat.keras` accepts. mpistrat/keras/optimizers/optimizer.py checks
-the methods that Keras calls while it applies gradients (`require_hooks`).
+The module was tested with all versions of Keras that `import mpistrat.keras` accepts. `require_hooks` in
+mpistrat/keras/optimizers/optimizer.py checks for the private methods that Keras calls while it applies gradients.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ Logs = dict[str, Any] | None  # The logs of a batch or an epoch that a callback 
 
 
 class CalledByKeras2:
-    """A mix-in before callback classes of Keras 3, with the attributes and methods that fit of Keras 2 reads."""
+    """A mix-in for callback classes of Keras 3. It adds the attributes and methods that fit of Keras 2 reads."""
 
     _chief_worker_only = None
     _supports_tf_logs = False  # So the callback gets numbers.
@@ -41,15 +41,15 @@ class CalledByKeras2:
 
 
 class Callback(CalledByKeras2, keras.callbacks.Callback):
-    """A callback for fit of Keras 3 and Keras 2. mpistrat's callbacks do not read the logs of a batch."""
+    """The base of callbacks for fit of Keras 3 and 2. Subclasses must not read batch logs, which may be tensors."""
 
     _supports_tf_logs = True
 
 
 def serialise_as(subclass: type, original: type) -> None:
-    """Make Keras save `subclass` under the public name of `original`.
+    """Make Keras save objects of the class `subclass` under the public name of `original`.
 
-    Keras looks up the public name of a class in a registry. A subclass made at run time is not registered, so Keras
+    Keras looks up the public name of a class in a registry. A subclass made at run time is not registered. So Keras
     would save the private module path of the original, which only this version of Keras can load.
     """
     for registry in (REGISTERED_OBJS_TO_NAMES, GLOBAL_CUSTOM_NAMES):  # Keras' own classes, and those of users
@@ -65,7 +65,7 @@ def all_layers(model: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def weights_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the existing weights of a model. Unlike in Keras 2, the variables of metrics are not weights."""
+    """Return the weights of a model that exist so far. Variables of metrics are left out, also for Keras 2."""
     if not is_keras2(model):
         return list(model.weights)
     # In Keras 2 `weights` raises an error if an inner model gets its weights from the first batch (tf_keras'
@@ -76,7 +76,7 @@ def weights_of(model: keras.Model) -> list[keras.Variable]:
 
 
 def non_trainable_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of a model and its layers that are never trained, without weights of frozen layers."""
+    """Return a model's non-trainable variables, such as running statistics. Weights of frozen layers are left out."""
     name = "_non_trainable_weights" if is_keras2(model) else "_non_trainable_variables"
     return list(IdentitySet(variable for layer in (model, *all_layers(model)) for variable in getattr(layer, name)))
 
@@ -104,24 +104,24 @@ def parts_of(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 
 def passes_on(optimizer: Optimizer | type[Optimizer]) -> bool:
-    """Return whether `optimizer` passes gradients on to inner optimizers, even if it has none yet."""
+    """Return whether an optimizer, or class, hands its gradients to inner optimizers, which may not exist yet."""
     return hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers")
 
 
 def distributed_in(optimizer: Optimizer | None) -> list[Any]:
-    """The parts of `optimizer` that average gradients over the ranks."""
+    """Return those of `optimizer` and its inner optimizers that average gradients over the ranks; [] for None."""
     return [part for part in parts_of(optimizer) if getattr(part, "is_distributed", False)]
 
 
 def states_in(optimizers: Iterable[Optimizer | None]) -> list[Any]:
-    """Return the WholeStates of the optimizers and inner optimizers whose state is divided among the ranks now."""
+    """Return the WholeState of each optimizer, and inner optimizer, whose state is divided among the ranks."""
     found = {id(part): getattr(vars(part).get("_mpistrat"), "whole", None)
              for optimizer in optimizers for part in parts_of(optimizer)}
     return [state for state in found.values() if state is not None]
 
 
 def optimizers_in(value: object) -> Iterator[Optimizer]:
-    """Yield an optimizer, or the optimizers in lists, tuples and dicts, which may be nested or contain themselves."""
+    """Yield `value`, if it is an optimizer, or the optimizers in nested lists, tuples and dicts. Cycles are allowed."""
     seen, left = set(), [value]
     while left:
         each = left.pop()

@@ -1,7 +1,7 @@
-"""Training: the ranks that train a model in fit, the names of their collectives, and the state that they share.
+"""Training: which ranks train a model in fit, how their collectives are named, and which state the ranks share.
 
-Distributed optimizers, strategies and the averaging of weights (local_sgd.py) have a subclass each. The callbacks that
-mpistrat adds to fit call this module, in the thread of fit. Local.
+Subclasses of Training are for distributed optimizers, strategies, and averaged weights (local_sgd.py). The callbacks
+that mpistrat adds to fit call this module, in the thread of fit. Local, unless marked as collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ from .private_names import (
 
 
 class Training:
-    """The training of a model by several ranks. A model has one while it fits."""
+    """A model, and how several ranks train it together. A model that is in fit has one Training."""
 
     name: str  # The prefix of the names of collectives
     process_set: ProcessSet  # The ranks that take part
@@ -56,28 +56,28 @@ class Training:
 
     @property
     def parts(self) -> list[Optimizer]:
-        """All optimizers of the model, nested ones included, in an order that is equal on all ranks."""
+        """The optimizers of the model and their inner optimizers, in an order that is equal on all ranks."""
         return list(IdentitySet(part for optimizer in optimizers_of(self.model) for part in parts_of(optimizer)))
 
     @property
     def first_steps(self) -> list[FirstSteps]:
-        """The checks of the first reductions."""
+        """The checks of the first reductions of gradients, one for each optimizer that reduces gradients."""
         states = (vars(part).get("_mpistrat") for part in self.parts)
         return [own.reducer.checks for own in states if own is not None and own.reducer_or_none is not None]
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """Whether some of the coming first reductions cannot compare the weights."""
+        """Whether some first reductions do not compare the weights of the ranks. fit then compares the weights."""
         return False
 
     @property
     def has_local(self) -> bool:
-        """Whether variables are local to each rank."""
+        """Whether the model has local variables, which each rank trains separately."""
         return False
 
     @property
     def undistributed(self) -> str:
-        """A sentence on optimizers of the model whose gradients are not averaged; "" if there are none."""
+        """A sentence on the optimizers of the model that do not average their gradients; "" if all do."""
         return ""
 
     @property
@@ -86,7 +86,7 @@ class Training:
 
     @property
     def counters(self) -> list[keras.Variable]:
-        """The counters of the optimizers, which each rank counts alone."""
+        """The step counters of the optimizers, if they may differ between the ranks; otherwise []."""
         return []
 
     @property
@@ -95,7 +95,7 @@ class Training:
         return True
 
     def synchronise(self) -> None:
-        """Give all ranks the same weights, if each rank trains its own weights. Collective."""
+        """Give all ranks the same weights. Does nothing without LocalSGD and DiLoCo. Collective."""
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
         """Return those of `variables` that must be equal on all ranks."""
@@ -107,24 +107,24 @@ class Training:
                 if v not in own]
 
     def consolidate(self, place: int = 0) -> None:
-        """Gather the state of sharded optimizers on a rank, which may then save the model. Collective."""
+        """Gather sharded optimizer state on rank `place` of the process set, for saving the model. Collective."""
         for state in states_in(self.parts):
             state.consolidate(to=self.process_set.group("fit").topology.job_ranks[place])
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
-        """This rank's value of a variable, eager."""
+        """Return this rank's value of a variable. For eager code."""
         return tf.convert_to_tensor(variable)
 
     def known_values(self) -> AbstractContextManager[None]:
-        """A context in which one rank can read the model without the others. Collective."""
+        """Return a context in which a single rank can read all values of the model. This call is collective."""
         return nullcontext()
 
 
 class DistributedTraining(Training):
-    """Training with distributed optimizers of one process set.
+    """Training with the distributed optimizers of one process set.
 
-    The first of `optimizers`, which is the same on all ranks, gives the name and the process set. fit neither checks
-    optimizers of other process sets, nor averages statistics for them. `wholes` are, or contain, the `optimizers`.
+    The process set and the name are those of the first optimizer, which must be the same on all ranks. fit checks and
+    averages nothing for optimizers of different process sets. `wholes` are all optimizers, except inner optimizers.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -147,7 +147,7 @@ class DistributedTraining(Training):
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """Whether weight decay changes weights before the reduction reads them, or sharded steps hide a difference."""
+        """Whether some first reductions cannot compare weights, due to weight decay or sharded optimizers."""
         return any(reducer.checks_weights and reducer.checks is not None and (
             self.shards_state or (reducer.changes_early and not reducer.checks.is_done)) for reducer in self.reducers)
 
@@ -167,12 +167,12 @@ class DistributedTraining(Training):
 
     @property
     def calls(self) -> int:
-        """The number of this rank's calls of `apply`. `iterations` is less if gradients are accumulated."""
+        """The number of calls of `apply` on this rank. If gradients are accumulated, `iterations` is smaller."""
         return sum(map(kerases.calls_of, self._optimizers))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The state, besides the weights, that ranks get which ran out of batches. Only with uneven="join"."""
+        """The optimizer variables that ranks without batches receive when an epoch ends, with uneven="join"."""
         return [variable for optimizer in self._optimizers for variable in kerases.variables_of(optimizer)]
 
     @property
@@ -180,9 +180,9 @@ class DistributedTraining(Training):
         return [variable for optimizer in self._optimizers for variable in accumulators_of(optimizer)]
 
     def shared(self, variables: Sequence[Variable]) -> list[Variable]:
-        """Return those of `variables` that are neither local to each rank nor trained in another process set.
+        """Return those of `variables` that are neither local to each rank nor trained in a different process set.
 
-        The optimizer state of a local variable is local.
+        The optimizer state of a local variable counts as local.
         """
         local = IdentitySet(slot for optimizer, reducer in zip(self._optimizers, self.reducers, strict=True)
                             for slot in _local_slots(optimizer, reducer))
@@ -193,7 +193,7 @@ class DistributedTraining(Training):
 
 
 class StrategyTraining(Training):
-    """Training under an MPIStrategy, in which all ranks take part."""
+    """Training of a model under an MPIStrategy, by all ranks of the job."""
 
     is_under_strategy = True
     causes = ("a model or an optimizer that was made outside of strategy.scope(); weights that were loaded or assigned "
@@ -221,7 +221,7 @@ class StrategyTraining(Training):
 
 @dataclass
 class StepValues:
-    """The values that the steps of a model under a strategy depend on. They are equal on all ranks."""
+    """Values on which the steps of a model under a strategy depend, such as row counts. Equal on all ranks."""
 
     # The number of rows of a full batch on each rank.
     train_rows: int = 1
@@ -233,7 +233,7 @@ _step_values: "WeakKeyDictionary[keras.Model, StepValues]" = WeakKeyDictionary()
 
 
 def step_values_of(model: keras.Model) -> StepValues:
-    """Return the values of a model. They are not an attribute of the model, because Keras would track the attribute."""
+    """Return the StepValues of a model. They are not stored in the model, because Keras would track them there."""
     return _step_values.setdefault(model, StepValues())
 
 
@@ -242,10 +242,10 @@ in_fit: "WeakKeyDictionary[keras.Model, Training]" = WeakKeyDictionary()
 
 
 def training_of(model: keras.Model) -> Training | None:
-    """Return the training of a model under a strategy or with distributed optimizers, and None for other models.
+    """Return a new Training of a model under a strategy or with distributed optimizers; None for other models.
 
-    The distributed optimizers are those of `compile`, then those in attributes of the model. None also for a Keras 2
-    model under a strategy, which needs no more than TensorFlow's interface of strategies.
+    The optimizers of `compile` come first, then those in attributes of the model. The result is None also for a Keras 2
+    model under a strategy, for which TensorFlow's interface of strategies is enough.
     """
     if is_under_strategy(model):
         return None if kerases.is_keras2(model) else StrategyTraining(model)
@@ -258,7 +258,7 @@ def training_of(model: keras.Model) -> Training | None:
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """Return the name of a callback's collective: with the name of fit's optimizers if their ranks take part."""
+    """Return a name for a callback's collective. It begins with the optimizer's name if both use one process set."""
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
         return f"{training.name}/{operation}"
@@ -272,16 +272,16 @@ def is_under_strategy(model: keras.Model) -> bool:
 
 
 def optimizers_of(model: keras.Model) -> list[Optimizer]:
-    """Return the optimizer of `compile`, then the optimizers in public attributes, also in lists, tuples or dicts."""
+    """Return the optimizer of `compile`, then optimizers in public attributes, and in lists, tuples and dicts there."""
     public = [value for name, value in vars(model).items() if not name.startswith("_")]
     return list(IdentitySet(optimizers_in([getattr(model, "optimizer", None), *public])))
 
 
 def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
-    """Return the optimizer state that must be the same on all ranks, and that of local variables.
+    """Return the variables of optimizers that ranks compare. Callers then remove the state of local variables.
 
-    Without accumulated gradients, which come from each rank's rows, and without the counters of steps: a rank that
-    finds the end of its data by an error counts one more, since TensorFlow counts before the step fails.
+    Accumulated gradients are not included, because each rank computes them from its own rows. Step counters are not
+    included either: if the data of a rank ends with an error, TensorFlow has already counted the step that fails.
     """
     optimizers = list(optimizers)
     own = IdentitySet(variable for optimizer in optimizers
@@ -290,7 +290,7 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
-    """Return the variables of an optimizer that belong to local variables, by whose path their names begin."""
+    """Return an optimizer's slots for local variables. In Keras 3 a slot's name begins with its variable's path."""
     if not reducer.has_local:
         return []
     if kerases.is_keras2(optimizer):
@@ -324,7 +324,7 @@ def running_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def average_statistics(training: Training) -> None:
-    """Set running statistics and accumulated gradients to the ranks' mean, and counters to the maximum. Collective."""
+    """Average running statistics and accumulated gradients over the ranks. Set counters to the maximum. Collective."""
     model = training.model
     # The random state of a layer, which differs by rank, is uint32.
     counters = [v for v in non_trainable_variables(model)
@@ -338,7 +338,7 @@ def average_statistics(training: Training) -> None:
 
 def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
              before: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-    """Return the values of variables, minus the values `before` if given, reduced over the ranks. Collective."""
+    """Reduce the values of variables, or their differences from `before` if given, over the ranks. Collective."""
     tensors = [training.value_of(v) for v in variables]
     tensors = [t - b for t, b in zip(tensors, before, strict=True)] if before else tensors
     name = f"{training.name}/statistics"
@@ -348,20 +348,20 @@ def _reduced(training: Training, op: ReduceOp, variables: list[keras.Variable],
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """The state of a ModelCheckpoint's batch count, which continues across epochs and calls of fit."""
+    """The batch count of a ModelCheckpoint that saves within epochs. It continues across epochs and calls of fit."""
 
     save_freq: int  # Batches between two saves
     seen: int = 0  # Batches since the last save
     last: int | None = None  # The number of the last batch in its epoch; None before the first
 
     def after(self, batch: int) -> "SaveSchedule":
-        """Return the state after `batch`. For a step of several batches it is the last batch's number, as in Keras."""
+        """Return the schedule after a step. `batch` is the last batch of the step, counted from 0 in each epoch."""
         seen = self.seen + (batch + 1 if self.last is None or batch <= self.last else batch - self.last)
         return replace(self, seen=0 if seen >= self.save_freq else seen, last=batch)
 
     @property
     def saves(self) -> bool:
-        """Whether the model is saved after the last batch."""
+        """Whether the callback saves the model after the batch that was counted last."""
         return self.last is not None and self.seen == 0
 
 
@@ -376,11 +376,11 @@ def schedules_of(callbacks: Sequence[Callback]) -> tuple[SaveSchedule, ...]:
 
 
 class AverageStatistics(Callback):
-    """Makes the state of layers, except local variables, equal on all ranks when an epoch ends. Collective.
+    """Makes the state of layers, such as running statistics, equal on all ranks when an epoch ends. Collective.
 
-    It also does this before a callback of any rank saves the model within an epoch, and gathers the state of sharded
-    optimizers. fit adds it before the callbacks that save the model. Validation in fit comes before it, with each
-    rank's own statistics.
+    The callback does the same before a callback of any rank saves the model within an epoch. Each time it also gathers
+    the state of sharded optimizers. It does not change local variables. fit adds it before the callbacks that save the
+    model. The validation of an epoch comes earlier, with each rank's own statistics.
     """
 
     def __init__(self, training: Training, callbacks: Sequence[Callback]):
@@ -409,7 +409,7 @@ class AverageStatistics(Callback):
         self._average()
 
     def _sums(self) -> list[keras.Variable]:
-        """Return the variables that get the sum of all ranks' additions. None under a strategy: assign_add does it."""
+        """Return the variables that get the sum of all ranks' additions; [] under a strategy, where assign_add sums."""
         return [] if self._training.is_under_strategy else [
             variable for variable in non_trainable_variables(self.model) if kerases.aggregation_of(variable) == "sum"]
 

@@ -1,1 +1,1 @@
-"""What Model.fit of several ranks does besides training: it checks, averages, measures, and writes files once."""
+"""What fit on several ranks does besides training: it compares the ranks, averages, measures, and writes files once."""

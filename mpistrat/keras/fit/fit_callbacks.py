@@ -1,8 +1,8 @@
-"""Makes fit add mpistrat's own callbacks, if several ranks train a model, with distributed optimizers or by a strategy.
+"""The replacement of Model.fit. It adds mpistrat's own callbacks if several ranks train a model together.
 
-fit also lets only one rank run a callback that writes files, if other ranks name the same path; see written_once.py.
+If several ranks pass a callback that writes files to the same path, only one rank runs it; see written_once.py.
 
-CallbackList, evaluate and predict are not replaced, since users may call them on one rank (CallbackList in loops).
+evaluate, predict and CallbackList are not replaced, because users may call them on one rank only.
 """
 
 import functools
@@ -127,9 +127,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Raise MismatchError on every rank if some ranks average weights, since this rank's fit does not. Collective.
+    """Raise MismatchError on every rank if other ranks pass LocalSGD or DiLoCo to fit, unlike this rank. Collective.
 
-    A rank that trains alone, or with the ranks of its host, can meet all others only if all ranks have a broadcast.
+    Does nothing without a BroadcastGlobalVariablesCallback of all ranks, because this rank may then be alone in fit.
     """
     is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
                      and callback.process_set.process_set_id == 0 for callback in callbacks)
@@ -151,7 +151,7 @@ def trains_apart(callbacks: Sequence[Callback]) -> PeriodicAveraging | None:
 
 
 def users_callbacks(callbacks: Any) -> list[Callback]:
-    """Return a list of the callbacks passed to fit, which may be one callback, a nested structure or a CallbackList."""
+    """Return the `callbacks` argument of fit as a list. It may be a callback, a nested structure or a CallbackList."""
     if is_of_keras(callbacks, "CallbackList"):
         return list(callbacks.callbacks)
     return list(tf.nest.flatten(callbacks)) if callbacks else []
@@ -159,7 +159,7 @@ def users_callbacks(callbacks: Any) -> list[Callback]:
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
                   inputs: list[Any]) -> list[Callback]:
-    """Return the callbacks that fit adds before `wrapped`, which replace the user's. `inputs` are x and y of fit."""
+    """Return the callbacks that fit adds. `wrapped` replaces the user's `callbacks`. `inputs` are x and y of fit."""
     own: list[Callback] = []
     if training.joins and isinstance(training, DistributedTraining | LocalTraining):
         own.append(JoinEpochs(training))
@@ -187,7 +187,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
 class TimedSteps(Callback):
     """Counts the steps and rows of fit for `mpistrat run --efficiency`. Ends the script after the last step to time.
 
-    Local. fit adds this callback with several ranks, and with one. See process/step_timer.py.
+    Local. With this option fit adds the callback for any number of ranks, also for one rank. See process/step_timer.py.
     """
 
     def __init__(self, timer: StepTimer, is_global: bool):
@@ -207,12 +207,12 @@ class TimedSteps(Callback):
 
 
 class JoinEpochs(Callback):
-    """Calls join() after the last batch of each epoch. Collective; fit adds it for uneven="join", before all others.
+    """Calls join() after this rank's last batch of each epoch. Collective. fit adds it first if uneven="join".
 
-    Until all ranks have joined, gradients are averaged over the ranks that still have batches. The rank with the most
-    batches has made all updates, so its trainable weights and optimizer state, except local variables, are broadcast to
-    all ranks: before the validation of the epoch, and before callbacks read or save the model. (This rank need not be
-    the last to join: with accumulated gradients some batches do not communicate.)
+    Until all ranks have joined, the ranks that still have batches average their gradients. A rank with the most batches
+    has made all updates. So it broadcasts its trainable weights and optimizer state, except local variables, before the
+    validation of the epoch, and before callbacks read or save the model. This rank need not be the last to join: if
+    gradients are accumulated, some batches do not communicate.
     """
 
     def __init__(self, training: DistributedTraining | LocalTraining):
@@ -244,9 +244,9 @@ class JoinEpochs(Callback):
 
 
 def digest_of_rows(inputs: object) -> int:
-    """Return a digest of the inputs' shapes and of equidistant rows; 0 unless all are arrays or tensors of numbers.
+    """Return a digest of shapes and evenly spaced rows of `inputs`; 0 unless all are non-empty arrays of numbers.
 
-    `inputs` are the arguments x and y of fit: arrays in any structure. None is skipped.
+    `inputs` are the arguments x and y of fit: arrays or tensors, in any structure. None is skipped.
     """
     digest = hashlib.blake2b(digest_size=7)
     arrays = [each for each in tf.nest.flatten(inputs) if each is not None]

@@ -1,12 +1,12 @@
 """FitChecks: checks that all ranks make the same steps and epochs in fit, with compatible callbacks, and stop together.
 
-All ranks exchange a few values when training begins, in the first step of each epoch and when training ends, under one
-name. So a rank that stops alone meets the others' exchange, and every rank raises an error about it. Under a strategy,
-which reduces metrics and ends all ranks' data together, the ranks exchange values only when training begins.
+All ranks exchange a few values when training begins, in the first step of each epoch, and when training ends. These
+exchanges have one name. So if a rank ends training alone, its exchange is paired with the next exchange of the others,
+and every rank raises an error. Under a strategy the ranks exchange values only when training begins.
 
-In the first step of an epoch the ranks compare their learning rates, and digests of the weights if the first reductions
-cannot compare the weights. At the end of an epoch the ranks compare the weights and the state of the optimizers.
-ChecksWithinEpochs makes this comparison within an epoch.
+In the first step of an epoch the ranks compare learning rates. In the first steps of fit they also compare digests of
+weights, if the first reductions cannot. At the end of an epoch the ranks compare the weights and the state of the
+optimizers. ChecksWithinEpochs repeats this within an epoch.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ _READ_NO_LOGS = ("ProgbarLogger", "History", "BackupAndRestore")
 
 @dataclass(frozen=True)
 class Begin:
-    """The state of one rank when fit begins."""
+    """What a rank tells the other ranks when fit begins."""
 
     steps: int | None  # Steps of an epoch; None if Keras does not know
     epochs: int | None  # The number of the last epoch; None if Keras does not know
@@ -81,7 +81,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one rank has come, recorded between two epochs."""
+    """What a rank tells the other ranks between two epochs: how far it is in fit."""
 
     epochs: int  # The number of finished epochs, including the epochs before initial_epoch
     has_ended: bool = False  # Whether the rank ends training here
@@ -94,7 +94,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """The place of one rank before one of the first steps of an epoch."""
+    """What a rank tells the other ranks before one of the first steps of an epoch: its place, weights and rates."""
 
     epochs: int  # The number of finished epochs
     step: int  # The number of the step in the epoch, from 1
@@ -112,7 +112,7 @@ State = Begin | Progress | Step
 
 
 def readers(callbacks: Sequence[Callback]) -> list[str]:
-    """Return the classes of callbacks that decide by metrics, and come before any MetricAverageCallback."""
+    """Return the classes of callbacks that decide by metrics, and have no MetricAverageCallback before them."""
     found = []
     for callback in callbacks:
         if isinstance(callback, MetricAverageCallback):
@@ -124,7 +124,7 @@ def readers(callbacks: Sequence[Callback]) -> list[str]:
 
 
 def reads_logs(callback: Callback) -> bool:
-    """Whether a callback may read the logs of a batch."""
+    """Return whether a callback may read the logs of a batch."""
     if is_of_keras(callback, *_READ_NO_LOGS) or getattr(callback, "save_freq", None) == "epoch":
         return False
     if is_of_keras(callback, "TensorBoard"):
@@ -136,18 +136,18 @@ def reads_logs(callback: Callback) -> bool:
 
 
 def setters(callbacks: Sequence[Callback]) -> tuple[str, ...]:
-    """Return the classes of callbacks that set learning rates, and of user-defined callbacks, which may set them."""
+    """Return the classes of callbacks that set learning rates, and all user-defined classes, which may do so."""
     return tuple(sorted({type(c).__name__ for c in callbacks if isinstance(c, LearningRateScheduleCallback)
                          or is_of_keras(c, "LearningRateScheduler", "ReduceLROnPlateau") or is_users(c)}))
 
 
 def is_users(callback: Callback) -> bool:
-    """Whether the class of a callback is neither Keras' nor mpistrat's."""
+    """Return whether a callback is user-defined: its class is neither one of Keras nor one of mpistrat."""
     return package_of(type(callback)) not in (*KERASES, "mpistrat")
 
 
 def setters_on_some(steps: Sequence[Step]) -> str:
-    """Return a message on callbacks that may set a learning rate and that only some ranks have; "" if none."""
+    """Return a message if only some ranks have a callback that may set a learning rate; "" otherwise."""
     some = {name: where for name in sorted({name for step in steps for name in step.setters})
             if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
     return " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
@@ -155,7 +155,7 @@ def setters_on_some(steps: Sequence[Step]) -> str:
 
 
 def problem_of_rates(steps: Sequence[Step]) -> str:
-    """Return a message on the rate of the optimizers that differs between the ranks, with advice; "" if none."""
+    """Return a message, with advice, on the first optimizer rate that differs between the ranks; "" if none differs."""
     if len({len(step.rates) for step in steps}) > 1:
         return ""
     different = different_rate([step.rates for step in steps])
@@ -217,7 +217,7 @@ def problem_between_epochs(states: Sequence[State]) -> str:
 
 
 def have_same_rows(digests: Sequence[int]) -> bool:
-    """Return whether all ranks got the same rows, by their digests of some rows. A digest of 0 is not compared."""
+    """Return whether all digests of the ranks' rows are equal. False if the digest is 0, or for a single rank."""
     return len(digests) > 1 and digests[0] != 0 and len(set(digests)) == 1
 
 
@@ -230,9 +230,9 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
-    `wrapped` replace `callbacks` in fit. `rows` is a digest of some rows of the arrays that fit got; 0 for other
-    inputs. `statistics` gets the schedules of all ranks' callbacks that save the model within an epoch, and `averages`
-    the names of their callbacks that read metrics. The pipelines of the input call `layers`.
+    `wrapped` replace the user's `callbacks` in fit. `rows` is the digest_of_rows of x and y. The tf.data pipelines of
+    the input use `layers`. When training begins, `statistics` gets the schedules of all ranks' callbacks that save the
+    model within an epoch, and `averages` gets the classes of all ranks' callbacks that use metrics.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
@@ -255,7 +255,7 @@ class FitChecks(Callback):
         self.is_silent = False  # whether the first rank prints nothing
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, when the ranks begin differently."""
+        """Compare what the ranks begin with. Raises MismatchError, on every rank, if they begin differently."""
         self._epochs = None
         training, is_silent = self._training, not (self.params or {}).get("verbose", 0)
         usual_rows = training.usual_rows if isinstance(training, StrategyTraining) else 0
@@ -288,7 +288,7 @@ class FitChecks(Callback):
             broadcast.first_steps = training.first_steps
 
     def _begin(self) -> Begin:
-        """Return the state of this rank."""
+        """Return what this rank tells the other ranks."""
         training, params = self._training, self.params or {}
         entries = tuple(entry_of(callback, training) for callback in self._callbacks)
         saves = schedules_of(self._callbacks)
@@ -312,7 +312,7 @@ class FitChecks(Callback):
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
 
     def _check_begin(self, begins: list[Begin], rows: list[int]) -> None:
-        """Raise MismatchError if the ranks begin differently, and prepare what is checked later."""
+        """Raise MismatchError if the ranks begin differently. Otherwise prepare the later checks."""
         problem = problem_at_begin(begins)
         warning, may_go_on = problem_of_adapted([begin.adapted for begin in begins])
         if problem or not (may_go_on or any(begin.has_local for begin in begins)):
@@ -335,15 +335,15 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit. Otherwise the first step checks it."""
+        """Raise MismatchError if the ranks' epochs differ. Without uneven="join" the first step checks this."""
         if self._is_checked and self._training.joins:
             self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if weights or rates differ before two steps.
+        """Compare weights and rates. Raises MismatchError, on every rank, if they differ before two successive steps.
 
-        A broadcast may follow the first step.
+        They may differ once, because a broadcast may follow the first step.
         """
         if not self._is_checked or not (self._weights_to_compare or self._compares_rates):
             return
@@ -374,9 +374,9 @@ class FitChecks(Callback):
         self._batches = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if the ranks have different weights.
+        """Compare the weights. Raises MismatchError, on every rank, if they differ.
 
-        Raises an error of the engine, if this rank has stopped within the epoch, and other ranks go on.
+        Raises CollectiveError if this rank has stopped within the epoch, and other ranks continue.
         """
         self._epochs = epoch + 1
         if not self._is_checked:
@@ -392,15 +392,15 @@ class FitChecks(Callback):
         self.require_equal_weights(f"fit: at the end of epoch {self._epochs}")
 
     def on_train_end(self, logs: Logs = None) -> None:
-        """Raises MismatchError on every rank, if a rank is elsewhere in fit."""
+        """Raise MismatchError on every rank, unless all ranks end training after the same epoch."""
         if self._is_checked and not self._training.is_under_strategy:
             self._exchange(Progress(self._epochs or 0, True, self._cause()))
 
     def require_equal_weights(self, place: str) -> None:
-        """Compare the weights and the state of the optimizers, which must be the same on all ranks. Collective.
+        """Compare the weights and the optimizer state that must be the same on all ranks. Collective.
 
-        Raises MismatchError on every rank, when ranks differ and MPISTRAT_CHECK_ACTION is abort. `place` is the time,
-        for messages, such as "fit: at the end of epoch 3".
+        Raises MismatchError, on every rank, if they differ and MPISTRAT_CHECK_ACTION is abort. `place` is the time of
+        the comparison for the message, such as "fit: at the end of epoch 3".
         """
         training = self._training
         own = IdentitySet(variable for broadcast in self._broadcasts for variable in broadcast.local)
@@ -412,9 +412,9 @@ class FitChecks(Callback):
                                   rates, f"{self._name}/rates", self._process_set), place)))
 
     def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
-        """Return the states of all ranks, which are of one class, and the marks. Collective; see Group.exchange.
+        """Return the states and the marks of all ranks, in rank order. Collective; see Group.exchange.
 
-        Raises MismatchError if the ranks' places in fit differ. (problem_at_begin compares the places in a Begin.)
+        Raises MismatchError if the ranks are at different places in fit. The caller checks states of class Begin.
         """
         states: list[Any]
         states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
@@ -424,14 +424,14 @@ class FitChecks(Callback):
         return states, of_ranks
 
     def _numbering(self) -> str:
-        """Return an explanation of the rank numbers in a message; "" if they are ranks of the job."""
+        """Return a note that a message numbers the ranks within the process set; "" for the set of all ranks."""
         return "" if self._process_set.process_set_id == 0 else \
             f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
 
     def _require_ended(self, progress: str) -> None:
-        """Wait until all ranks have ended this epoch after the same batch. Ranks that go on wait for gradients.
+        """Wait until all ranks have ended this epoch after the same batch. Raises CollectiveError if ranks continue.
 
-        Reports of the wait contain `progress`, such as "stopped within epoch 3".
+        Those ranks wait for gradients. `progress` describes this rank in reports, such as "stopped within epoch 3".
         """
         try:
             array_ops.barrier(f"{self._name}/{progress}", self._process_set)
@@ -442,7 +442,7 @@ class FitChecks(Callback):
                               "must stop after the same batch.") from error
 
     def _cause(self) -> str:
-        """Return a note on the callback that has stopped this rank, as far as it is known."""
+        """Return a note on the callback that has probably stopped this rank; "" if nothing has stopped it."""
         if not self.model.stop_training:
             return ""
         stoppers = [c for c in self._callbacks if getattr(c, "stopped_epoch", 0)] \
@@ -453,12 +453,12 @@ class FitChecks(Callback):
 
 
 class ChecksWithinEpochs(Callback):
-    """Calls `check` before a batch, after every `every` batches since the epoch's begin or the last call. Collective.
+    """Calls `check` after every `every` batches of an epoch, so that weights that drift apart are found. Collective.
 
-    So weights that drift apart are found within an epoch, and after ten batches if they drift from the beginning. fit
-    adds this callback. With steps_per_execution `check` is called before the next execution. It is not called after a
-    batch, because Keras may call callbacks in another thread then, while the next step runs. If the ranks of `training`
-    train local weights, `check` waits for a batch before which all ranks have the same.
+    fit adds this callback. In the first epoch, the first call comes after ten batches at the latest. `check` is called
+    before the next batch, because Keras may call callbacks after a batch in a different thread, while the next step
+    runs. With steps_per_execution it is called before the next execution. If each rank trains its own weights for some
+    steps (LocalSGD), the call is delayed to a batch before which all ranks have the same weights.
     """
 
     def __init__(self, check: Callable[[str], None], every: int, training: Training):

@@ -1,12 +1,12 @@
-"""Callbacks that write files in fit of several ranks: if several ranks name the same path, one rank runs the callback.
+"""Callbacks that write files in fit on several ranks: if several ranks name the same path, one rank runs the callback.
 
-The ranks exchange their callbacks and paths when training begins (fit_checks.py). The other ranks wait until the
-callback has written, when training begins and ends and at the end of each epoch, if all ranks have their common
-callbacks in the same order. Otherwise waiting could be a deadlock, and the ranks meet when the next epoch begins.
-When they wait, the other ranks also get the state of the callback: its counts and its best metric.
+When training begins, the ranks exchange their callbacks and paths (fit_checks.py). When training begins and ends, and
+at the end of each epoch, the other ranks wait until the callback has written. Then the other ranks get the callback's
+counts and best metric. For this all ranks must have their common callbacks in the same order. Otherwise waiting could
+deadlock, so no rank waits: the ranks meet when the next epoch begins.
 
-Only callbacks of Keras' own classes run on one rank. A derived class may call collectives, so it runs on all ranks, and
-sharded_optimizer.py keeps its models whole. `role_of` is pure.
+Only callbacks of Keras' own classes run on one rank. A callback of a derived class runs on all ranks, because it may
+call collectives; sharded_optimizer.py then replaces files of models atomically. `role_of` is pure.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Ker
 
 @dataclass(frozen=True)
 class Entry:
-    """A callback, as the ranks exchange it. Callbacks that write the same files have equal entries."""
+    """What a rank tells the other ranks of a callback. Callbacks that write the same files have equal entries."""
 
     kind: str  # The class; "" for a Keras class that does not write files, whose order does not matter
     path: str = ""  # The path of the files; "" for a class that is not in `_PATHS`
@@ -50,16 +50,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Role:
-    """The part of one rank in running a callback."""
+    """What one rank does with a callback that writes files."""
 
     runs: bool  # Whether the rank runs the callback
     meets: bool  # Whether all ranks wait for the ranks that run it
 
 
 def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of: Sequence[str]) -> Role:
-    """Return the role of `rank` for `entry`, given each rank's callbacks in their order, and each rank's host.
+    """Return the role of `rank` for the callback `entry`. `entries` and `host_of` are each rank's callbacks and host.
 
-    Raises MismatchError if all ranks have a BackupAndRestore with one directory, but different orders of callbacks.
+    Raises MismatchError if all ranks have this callback, a BackupAndRestore, but the order of their callbacks differs.
     """
     # Callbacks that some ranks have more often than others do not communicate.
     common = {each for each in entries[0] if each.kind and len({of_rank.count(each) for of_rank in entries}) == 1}
@@ -77,7 +77,7 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 
 def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Raise MismatchError on every rank unless all ranks that need a BackupAndRestore of their own have one."""
+    """Raise MismatchError if a BackupAndRestore is on only some ranks of a strategy, or shared by ranks of Keras 2."""
     backups = [rank for rank, of_rank in enumerate(entries) if any(entry.kind == _BACKUP for entry in of_rank)]
     if training.is_under_strategy and 0 < len(backups) < len(entries):
         raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, so the others would begin at "
@@ -90,7 +90,7 @@ def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> N
 
 
 def assign_roles(callbacks: Sequence[Callback], entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Assign this rank's roles to the results of `written_once`. Local. Raises MismatchError as role_of."""
+    """Give each WrittenOnce among `callbacks` the role of this rank. Local. Raises MismatchError if role_of does."""
     topology = training.process_set.group("fit").topology
     for callback, entry in zip(callbacks, entries[topology.rank], strict=True):
         if isinstance(callback, WrittenOnce):
@@ -117,12 +117,12 @@ def _kind_of(callback: Callback) -> str:
 
 
 def written_once(callbacks: Sequence[Callback], training: Training) -> list[Callback]:
-    """Return the callbacks that replace the user's in fit on this rank. Local; FitChecks assigns their roles."""
+    """Return `callbacks`, each wrapped in a WrittenOnce if it writes files. Local; FitChecks assigns roles later."""
     return [WrittenOnce(callback, training) if _kind_of(callback) else callback for callback in callbacks]
 
 
 def _place(path: str) -> tuple[str | int, ...]:
-    """Return the nearest existing directory above a path, its inode and its last change, which identify it."""
+    """Return path, inode and time of change of the nearest existing directory above `path`, to identify it later."""
     directory = os.path.dirname(path)
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
@@ -131,9 +131,9 @@ def _place(path: str) -> tuple[str | int, ...]:
 
 
 class WrittenOnce(Callback):
-    """Replaces a callback that writes files. Collective, if all ranks have the callback with the same path.
+    """Wraps a callback that writes files. Collective if all ranks have the callback with the same path.
 
-    The callback gets its model after the roles are assigned, because TensorBoard begins to write then.
+    The wrapped callback gets its model when the role is assigned, because TensorBoard then begins to write.
     """
 
     def __init__(self, callback: Callback, training: Training):
@@ -179,13 +179,13 @@ class WrittenOnce(Callback):
                 self._on_all_ranks(action)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this rank writes without the others. With distributed optimizers it always does that."""
+        """Return a context for writing without the other ranks. Only a strategy needs such a context."""
         return files.alone() if self._training.is_under_strategy else contextlib.nullcontext()
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on the ranks that run the callback, and return the first rank's result. Collective.
+        """Run `action` if this rank's role is to run it. All ranks get the first rank's result. Collective.
 
-        All callbacks use one name for the exchange, so that an error reaches ranks that run another callback.
+        Errors are exchanged under one name for all callbacks, so they reach ranks that run a different callback.
         """
         before = self._known, self._state()  # The other ranks have one of these states: not all ranks count batches.
         result, error = files.attempt(action) if self.role.runs else (None, None)
@@ -203,12 +203,12 @@ class WrittenOnce(Callback):
         return result
 
     def _state(self) -> dict[str, Any]:
-        """Return the callback's scalar attributes: counts and marks, and constructor arguments, which are constant."""
+        """Return the scalar attributes of the callback, such as its counts, its best metric, and constant arguments."""
         return {name: value for name, value in vars(self.callback).items()
                 if value is None or isinstance(value, bool | int | float | str | np.generic)}
 
     def _restore(self, action: Callable[[], None]) -> None:
-        """Restore a backup on the first rank, and broadcast the restored state."""
+        """Restore a backup on the first rank by `action`, and broadcast the restored state. Collective."""
         model, process_set = self._training.model, self._training.process_set
         directory, optimizer = self.callback.backup_dir, model.optimizer
         found = self._on_all_ranks(lambda: tf.io.gfile.exists(directory) and bool(tf.io.gfile.listdir(directory)))

@@ -12,7 +12,7 @@ from ..sync_batch_norm import checked, moments_of_all_ranks, with_axes
 
 
 class SyncBatchNormalization(tf_keras.layers.BatchNormalization):
-    """mpistrat.keras.SyncBatchNormalization as a layer of Keras 2. It has the same arguments."""
+    """The layer mpistrat.keras.SyncBatchNormalization for models of Keras 2, with the same arguments."""
 
     def __init__(self, fused: bool = False, process_set: ProcessSet = global_process_set, **kwargs: Any):
         process_set = checked(fused, process_set, kwargs)

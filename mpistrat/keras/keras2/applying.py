@@ -1,7 +1,7 @@
-"""The averaging of gradients in an optimizer of Keras 2, and fit of Keras 2. Keras calls these methods. Collective.
+"""Mix-ins that average gradients in optimizers of Keras 2, and the replacement of fit of Keras 2. Collective.
 
-Keras 2 optimizers have a method that aggregates gradients, which is called before clipping. A LossScaleOptimizer calls
-the inner optimizer's method before it looks for gradients that are not finite, so that all ranks find the same.
+Keras calls the methods. An optimizer of Keras 2 aggregates gradients in a separate method, before it clips them. After
+this aggregation a LossScaleOptimizer looks for gradients that are not finite, so all ranks find the same.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ Pairs = list[tuple[OptionalGradient, tf.Variable]]
 
 
 def applying_of(original: type) -> type:
-    """Return the mix-in for a class of optimizers. Raises InvalidRequestError if it has no method that aggregates."""
+    """Return the mix-in for an optimizer class. Raises InvalidRequestError if the class has no aggregation method."""
     if passes_on(original):
         return ApplyingScaled
     if hasattr(original, "aggregate_gradients"):
@@ -48,7 +48,7 @@ class _Accumulating:
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
                         **kwargs: object) -> Any:
-        """Average the gradients over the ranks, and call the original class' apply_gradients. Collective."""
+        """Add up the gradients. In the last pass apply the sum, averaged over the ranks. Collective in that pass."""
         if self.gradient_accumulation_steps < 2:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
         pairs = list(grads_and_vars)
@@ -82,7 +82,7 @@ class _Accumulating:
         return self.iterations
 
     def _mpistrat_sums(self, pairs: Pairs) -> tuple[tf.Variable, list[tf.Variable | None]]:
-        """Return the number of passes, and the sum of each gradient. The sum for None is None."""
+        """Return the variable that counts the passes, and for each gradient the variable of its sum, or None."""
         own = vars(self)  # Keras would save variables in plain attributes.
         if "_mpistrat_passes" not in own:
             with tf.init_scope():
@@ -109,7 +109,7 @@ class _Accumulating:
 
 
 class Applying(_Accumulating):
-    """A mix-in before the class of an optimizer of tf_keras.optimizers."""
+    """The mix-in for optimizers of tf_keras.optimizers."""
 
     def aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
         pairs = self._mpistrat_averaged(grads_and_vars)
@@ -117,7 +117,7 @@ class Applying(_Accumulating):
 
 
 class ApplyingLegacy(_Accumulating):
-    """A mix-in before the class of an optimizer of tf_keras.optimizers.legacy."""
+    """The mix-in for optimizers of tf_keras.optimizers.legacy."""
 
     def _aggregate_gradients(self, grads_and_vars: Pairs) -> Pairs:
         pairs = self._mpistrat_averaged(grads_and_vars)
@@ -125,7 +125,7 @@ class ApplyingLegacy(_Accumulating):
 
 
 class ApplyingScaled(_Accumulating):
-    """A mix-in before the class of a LossScaleOptimizer, which accumulates no gradients itself."""
+    """The mix-in for a LossScaleOptimizer, which itself does not accumulate gradients."""
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]], *args: object,
                         **kwargs: object) -> Any:

@@ -1,1 +1,1 @@
-"""DistributedOptimizer: the classes of distributed optimizers, and the functions that go with them."""
+"""DistributedOptimizer and the classes behind it, and the collectives and load_model of mpistrat.keras."""

@@ -1,6 +1,6 @@
-"""DistributedOptimizer: a Keras optimizer of the same class that averages its gradients over the ranks.
+"""DistributedOptimizer: copies a Keras optimizer. The copy averages its gradients over the ranks.
 
-For users; wrapping is local, and applying gradients is collective.
+For users. Copying is local, and applying gradients is collective.
 """
 
 import functools
@@ -45,7 +45,7 @@ _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
-    """The first base of each class of distributed optimizers. The second base has the methods that reduce gradients."""
+    """A base of all classes of distributed optimizers, for configurations, copies and local variables."""
 
     is_distributed = True
 
@@ -55,12 +55,12 @@ class _Distributed:
         return OptimizerState(type(self).__name__)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the original class' configuration. In this process `from_config` makes a distributed optimizer."""
+        """Return the Keras configuration. In this process, from_config makes a distributed optimizer from it."""
         return clone.marked(super().get_config(), self._mpistrat_again(is_in_process=True))  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
-        """Return an optimizer with the arguments of the distributed optimizer that `config` comes from.
+        """Return a distributed optimizer from `config`, which get_config of a distributed optimizer has returned.
 
         Raises InvalidRequestError if `config` comes from a file or from an optimizer that is not distributed.
         """
@@ -77,10 +77,10 @@ class _Distributed:
         return clone.distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
-        """Return a function that applies DistributedOptimizer to a copy, with the arguments of this optimizer.
+        """Return a function that distributes a copy of this optimizer with the same arguments, if possible.
 
-        `is_in_process`: The copy stays in this process; pickle cannot copy a process set. `is_whole` is False if the
-        copy is one of several optimizers in another optimizer (MultiOptimizer).
+        Otherwise training with the copy is an error. `is_in_process`: Whether the copy stays in this process, because
+        pickle cannot copy a process set. `is_whole`: Whether all inner optimizers of the copy are distributed.
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -102,10 +102,10 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
                          scale_local_gradients: bool = True, average_statistics: bool = True,
                          uneven: str = "error", use_locking: bool = False, check_weights: bool = True,
                          shard_state: bool = False) -> Optimizer:
-    """Return an optimizer like `optimizer`, which averages gradients over the ranks before it applies them.
+    """Return a copy of `optimizer` that averages its gradients over the ranks before it applies them.
 
-    The class of the new optimizer is a subclass of the same name. It compiles, saves and loads like the original, and a
-    saved model loads where mpistrat is not installed. Clipping applies to the averaged gradient. A variable that
+    The class of the copy is a subclass with the same name. The copy compiles, saves and loads like the original, and a
+    saved model loads where mpistrat is not installed. Gradients are clipped after they were averaged. A variable that
     Keras overwrites with its gradient (overwrite_with_gradient, for float8) gets the largest value of all ranks. All
     ranks must create their optimizers in the same order. An optimizer that is deleted before any optimizer averages
     gradients does not count. Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its
@@ -117,17 +117,16 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         name: The name of the new optimizer; default: the name of `optimizer`.
         device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
-        sparse_as_dense: Convert tf.IndexedSlices to dense tensors first.
+        sparse_as_dense: Convert tf.IndexedSlices to dense tensors before the reduction.
         gradient_predivide_factor: Splits the division by the number of ranks N. Gradients are divided by this factor
             before the sum, and by N / factor after the sum. Average only.
         op: Average or Sum.
-        backward_passes_per_step: k > 1 sums k gradients before they are averaged and applied, with Keras' gradient
-            accumulation.
+        backward_passes_per_step: The number k of gradients that are summed before their sum is averaged and applied.
         average_aggregated_gradients: Divide the sum of the k gradients by k.
         num_groups: Deprecated form of `groups`.
-        groups: Which gradients are reduced together; default: all. A number makes that many groups, with about equal
-            numbers of gradients. Lists of variables make a group of the gradients of each list, and one more group of
-            the gradients of all other variables.
+        groups: Which gradients are reduced together; default: all. A number: that many groups, with about equal numbers
+            of gradients. Lists of variables: a group for the gradients of each list, and a last group for the gradients
+            of all remaining variables.
         process_set: The ranks that take part. On other ranks the optimizer works as the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: Whether fit averages the running statistics of layers such as BatchNormalization over the
@@ -136,17 +135,18 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         uneven: What fit does if the ranks have different numbers of batches. "error": fit raises an error when it
             begins, if Keras knows the numbers. "join": ranks without batches wait at the end of each epoch, and the
             other ranks average their gradients. Then all ranks get the weights and the optimizer's state of the rank
-            with the most batches. Accumulated gradients of an incomplete update are dropped. Same value on all ranks.
+            with the most batches. Accumulated gradients of an incomplete update are dropped. All ranks must pass the
+            same value.
         use_locking: Accepted for compatibility with Horovod, ignored. It is for optimizers of TensorFlow 1.
         check_weights: Whether the first reductions check that the ranks train the same weights. Pass False if each rank
             adapts the weights on purpose before it computes the gradient, as in MAML.
         shard_state: Divide the optimizer's state among the ranks, see ShardedOptimizer.
 
     Raises:
-        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or the
-            state of the optimizer cannot be divided.
-        MissingDependencyError: Gradients are accumulated, and this version of Keras lacks the hooks that average them;
-            `apply` raises it too.
+        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or
+            `shard_state` is set, and the state of the optimizer cannot be divided.
+        MissingDependencyError: Gradients are accumulated, and this version of Keras lacks methods that mpistrat needs
+            to average them. `apply` raises it too.
     """
     process_set = resolved(process_set)
     _check(optimizer, op, backward_passes_per_step)
@@ -173,26 +173,26 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     """Return a DistributedOptimizer whose state and update are divided among the ranks (ZeRO-1, arXiv 1910.02054).
 
     A step reduce-scatters the gradients, updates this rank's parts of the weights, and all-gathers the weights. Each of
-    N ranks has 1/N of the state and does 1/N of the update. The state of Adam is twice the size of the weights. A rank
-    also has a second copy of its parts of the weights. Optimizers that compute each element separately (SGD, Adam,
-    AdamW, Nadam, Adamax, Adadelta, Adagrad, RMSprop, Ftrl, Lion) divide the elements of variables among the ranks. With
-    Lamb, Muon and user-defined optimizers a variable belongs to one rank as a whole, and gradients are all-reduced. On
-    one host SGD and Adam give bit for bit the weights of a DistributedOptimizer, unless XLA compiles the steps.
-    Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
+    N ranks has 1/N of the state (with Adam the whole state is twice the size of the weights) and does 1/N of the
+    update. A rank also has a second copy of its parts of the weights. Optimizers that compute each element separately
+    (SGD, Adam, AdamW, Nadam, Adamax, Adadelta, Adagrad, RMSprop, Ftrl, Lion) divide the elements of variables among the
+    ranks. With Lamb, Muon and user-defined optimizers each variable belongs to one rank as a whole, and gradients are
+    all-reduced. On one host, SGD and Adam compute the same weights as a DistributedOptimizer, bit for bit, unless XLA
+    compiles the steps. Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
 
-    `optimizer.variables` has only the variables that are the same on all ranks: the counter and the learning rate.
-    Files are those of the original optimizer, and load with any number of ranks. fit gathers the whole state on rank 0
-    at the end of each epoch. Elsewhere call `optimizer.consolidate_state(to=0)` on all ranks before rank 0 saves. A
-    rank without the whole state gets an error when it saves or copies the optimizer. Load a file on all ranks, or on
-    rank 0 before a fit with BroadcastGlobalVariablesCallback. Local; `apply` is collective.
+    `optimizer.variables` has only the variables that are the same on all ranks: the step counter and the learning rate.
+    Files have the format of the original optimizer, and load with any number of ranks. fit gathers the whole state on
+    rank 0 at the end of each epoch. At other times call `optimizer.consolidate_state(to=0)` on all ranks before rank 0
+    saves. A rank without the whole state gets an error when it saves or copies the optimizer. Load a file on all ranks,
+    or on rank 0 before a fit with BroadcastGlobalVariablesCallback. Local; `apply` is collective.
 
     Args:
         optimizer: Any Keras 3 optimizer without inner optimizers. It is not changed.
         arguments: Further arguments, as for DistributedOptimizer.
 
     Raises:
-        ValueError: As DistributedOptimizer; or the state cannot be divided: the optimizer passes gradients on to others
-            (LossScaleOptimizer, MultiOptimizer) or has no update_step, or uneven="join".
+        ValueError: As for DistributedOptimizer. Also if the optimizer passes gradients on to inner optimizers
+            (LossScaleOptimizer, MultiOptimizer) or has no update_step, or if uneven="join".
     """
     return DistributedOptimizer(optimizer, shard_state=True, **arguments)
 
@@ -208,7 +208,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
                                 average_statistics: bool = True, check_weights: bool = True) -> Optimizer:
     """Return a DistributedOptimizer that averages neither gradients nor running statistics of the local layers.
 
-    If each rank is to start with its own weights in these layers, exclude these weights from the broadcast:
+    To let each rank start with its own weights in these layers, exclude these weights from the broadcast:
     BroadcastGlobalVariablesCallback(0, local_variables=...).
 
     Args:
@@ -218,7 +218,7 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
         local_layers: A Keras layer, or a list of layers, all of them built.
 
     Raises:
-        ValueError: As DistributedOptimizer, or `local_layers` is no list of layers, or has one that is not built.
+        ValueError: As for DistributedOptimizer. Also if `local_layers` is no list of layers, or a layer is not built.
     """
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
@@ -233,7 +233,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
                 passes: int) -> Optimizer:
     """Return a distributed optimizer with the state of `optimizer`, and the configuration updated by `changes`.
 
-    `its` must be valid arguments. `passes` multiplies the number of passes that the original accumulates.
+    `its` must be valid. `passes` is how many passes the result accumulates for a pass of `optimizer`.
     """
     process_set = resolved(its.process_set)
     reducer = gradients.GradientReducer(name, its.options, its.op, its.gradient_predivide_factor,
@@ -253,9 +253,9 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
 
 
 def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
-    """Distribute a copy of an optimizer like the original. If `its` is None, training with the copy is an error.
+    """Distribute `optimizer`, which Keras has copied from a distributed optimizer whose arguments were `its`.
 
-    All ranks make the copies that they train in the same order.
+    If `its` is None, training with the result is an error. All ranks make the copies that they train in the same order.
     """
     if its is not None:
         process_set = resolved(its.process_set)
@@ -268,9 +268,9 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 
 
 def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
-    """Return a distributed optimizer with the configuration of `optimizer`.
+    """Return an optimizer of a distributed class, with the configuration of `optimizer` updated by `changes`.
 
-    A built optimizer of Keras 2 shares its variables: it does not keep the weights, so new variables cannot be built.
+    A built Keras 2 optimizer shares its variables, because it stores no list of weights for which to build variables.
     """
     original = clone.original_class(type(optimizer))
     applying: type = Applying
@@ -283,7 +283,7 @@ def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_shard
 
 
 def _take_over(new: Optimizer, old: Optimizer, passes: int) -> None:
-    """Copy the state of `old` to `new`: slots that were loaded, and the iterations where there are no slots yet."""
+    """Copy the state of `old` to `new`: the number of steps, and if `old` is built, its other variables."""
     if is_keras2(old):
         if steps_of(new) is not steps_of(old):
             steps_of(new).assign(steps_of(old))
@@ -324,7 +324,7 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
 
 
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
-    """Return the subclass of `original` with the bases `mix_ins` before it. Equal arguments give the same class."""
+    """Return the class with the bases `mix_ins` and `original`, in this order. Equal arguments give the same class."""
     if (original, mix_ins) not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__, "__qualname__": original.__qualname__}
         _classes[original, mix_ins] = type(original.__name__, (*mix_ins, original), body)
@@ -342,10 +342,9 @@ _CLIPS_BEFORE = "this Keras clips gradients before it accumulates them"
 
 
 class Applying:
-    """A mix-in before a Keras optimizer's class that reduces gradients before Keras uses them.
+    """A mix-in for classes of Keras 3 optimizers that reduces gradients over the ranks before Keras clips them.
 
-    With gradient accumulation it reduces the sum over the steps once per update, not the gradient of each step.
-    With and without accumulation Keras clips after the reduction, so Keras clips the averaged gradient.
+    With gradient accumulation, the sum of the gradients is reduced once per update, not the gradient of each step.
     """
 
     _mpistrat: OptimizerState
@@ -355,8 +354,8 @@ class Applying:
         """Average the gradients over the ranks, and call the original class' apply with the averages. Collective.
 
         Raises:
-            MissingDependencyError: Gradients are accumulated, and this Keras does not call the hooks that average them.
-            ValueError: There are more or fewer variables than gradients.
+            MissingDependencyError: Gradients are accumulated, and Keras does not call the methods that average them.
+            ValueError: The number of variables differs from the number of gradients.
         """
         grads = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)  # It may be an iterator.
@@ -425,7 +424,7 @@ class Applying:
 
 
 def require_hooks(cls: type) -> None:
-    """Raise MissingDependencyError if a class of optimizers lacks the hooks that average accumulated gradients."""
+    """Raise MissingDependencyError if accumulated gradients cannot be averaged in `cls` with this version of Keras."""
     # The mix-ins of a distributed class define the hooks in any case.
     missing = [name for name in _HOOKS if not hasattr(clone.original_class(cls), name)]
     if missing:
@@ -445,7 +444,7 @@ def _unknown(what: str) -> MissingDependencyError:
 @replaces(LossScaleOptimizer, "check_finite",
           "a rank with an overflow would skip the step, and the others would wait for its gradients", "isfinite(g)")
 def check_finite(original: Function, self: LossScaleOptimizer, grads: list[tf.Tensor]) -> tf.Tensor:
-    """Check the gradients of all ranks: Keras' own check sees those of this rank only, before the reduction."""
+    """Return whether the gradients of all ranks are finite. Keras' own check sees only the gradients of this rank."""
     finite = original(self, grads)
     states = [part._mpistrat for part in parts_of(self.inner_optimizer) if hasattr(part, "_mpistrat")]
     return states[0].reducer.all_true(finite, "finite") if states else finite
@@ -482,7 +481,7 @@ def assign_sub(original: Function, self: Optimizer, variable: keras.Variable | t
 
 def _add(operation: Callable, original: Function, optimizer: Optimizer, variable: keras.Variable | tf.Variable,
          value: object) -> None:
-    """Scatter slices into a variable by `operation`; other values go to Keras' own function."""
+    """Scatter tf.IndexedSlices into a variable by `operation`. Pass other values to `original`, Keras' own method."""
     if not isinstance(value, tf.IndexedSlices):
         original(optimizer, variable, value)
         return
@@ -494,7 +493,7 @@ def _add(operation: Callable, original: Function, optimizer: Optimizer, variable
 
 
 def _adds_atomically(resource: tf.Variable) -> bool:
-    """Return whether TensorFlow adds rows to a variable in any order. If so, repeated rows must be summed first."""
+    """Return whether TensorFlow adds rows in any order (on a GPU). Repeated rows must then be summed first."""
     return "GPU" in resource.device and not is_compiled()
 
 
@@ -532,17 +531,17 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                **arguments: Any) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
 
-    The model is one of Keras 3, or of Keras 2 where tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1).
+    The model is one of Keras 3. If tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1), it is one of Keras 2.
 
     Args:
         filepath: As for keras.models.load_model.
         custom_optimizers: User-defined optimizer classes that the file refers to.
         custom_objects: As for keras.models.load_model.
         compression: One of Compression.
-        legacy_opts: Accepted for compatibility with Horovod, ignored. A file of Keras 2 says which optimizer it has.
+        legacy_opts: Accepted for compatibility with Horovod, ignored. A Keras 2 file names the optimizer's class.
         average_aggregated_gradients: For an optimizer that accumulates gradients. True: an update takes their mean, as
             in Keras. False: an update takes their sum, as in a DistributedOptimizer with backward_passes_per_step.
-            None: the mean, with a warning, since the file does not say which.
+            None: the mean, with a warning, because the file does not say which.
         arguments: Further arguments of DistributedOptimizer, such as `uneven` or `process_set`, which no file contains.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})

@@ -1,6 +1,6 @@
-"""OptimizerState, and WholeState: the whole state of a sharded optimizer, on a rank that has gathered or loaded it.
+"""OptimizerState: what mpistrat knows of an optimizer. WholeState: the whole state of a sharded optimizer on a rank.
 
-In WholeState the variables have the order of the optimizer without sharding, so a file loads with any number of ranks.
+A WholeState has the variables in the order of the optimizer without sharding, so files load with any number of ranks.
 """
 
 import math
@@ -30,7 +30,7 @@ _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of a variable's value in a checkp
 
 
 class WholeState:
-    """The whole state of an optimizer, which counts its `steps`, on ranks that have it. Not thread-safe."""
+    """The whole state of a sharded optimizer, if this rank has it. `steps` is its step counter. Not thread-safe."""
 
     variables: Sequence[keras.Variable] = ()  # All variables of the optimizer on this rank, once it is built
 
@@ -40,7 +40,7 @@ class WholeState:
         self._shown: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return the optimizer's `variables`: the variables that all ranks have, or in `showing` the whole state."""
+        """Return `variables` of the optimizer: those equal on all ranks, or, within `showing`, the whole state."""
         if self._shown is not None:
             return self._shown
         return [v for v in self.variables if id(v) not in self._parts.slots]
@@ -59,7 +59,7 @@ class WholeState:
             self._know([np.asarray(each) for each in shown])
 
     def checkpointed(self, slot: keras.Variable) -> dict[str, Any]:
-        """Return methods for `slot` by which tf.train.Checkpoint saves and restores the whole state."""
+        """Return methods by which tf.train.Checkpoint saves and restores the whole value of `slot`."""
         def to_tensors() -> dict[str, tf.Tensor]:
             # A rank that writes a checkpoint does so alone. A rank that restores one needs only the names.
             found = [value for v, value in zip(self.variables, self._read(), strict=True) if v is slot] \
@@ -105,13 +105,13 @@ class WholeState:
                 process_set=parts.number)])
 
     def save(self) -> list[Any]:
-        """Return the argument for `load`: the whole state (which is then freed), or else this rank's parts. Local."""
+        """Return a value for `load`: the whole state, or else this rank's parts. Frees the whole state. Local."""
         whole = self._now()
         self.forget()
         return whole or [tf.convert_to_tensor(v) for v in self.variables]
 
     def load(self, saved: Sequence[Any]) -> None:
-        """Restore a result of `save`. A whole state loads in any process, with any number of ranks. Local."""
+        """Restore a result of `save`. If it is a whole state, the number of ranks may have changed since. Local."""
         is_whole = isinstance(saved[0], np.ndarray)
         for variable, value in zip(self.variables, saved, strict=True):
             if is_whole and id(variable) in self._parts.slots:
@@ -122,7 +122,7 @@ class WholeState:
             self._know(list(saved))
 
     def assign(self, slot: keras.Variable, value: TensorLike) -> None:
-        """Assign this rank's part of a whole value to an optimizer variable that belongs to a part. Local."""
+        """Assign this rank's part of `value`, which is the whole value, to an optimizer variable. Local."""
         part = self._parts.of_index[self._parts.slots[id(slot)]]
         if part.size and self._parts.plan.is_split:
             slot.assign(np.reshape(np.reshape(value, -1)[part.start:part.stop], part.shape))
@@ -160,7 +160,7 @@ class WholeState:
         return flat if self._parts.of_index[self._parts.slots[id(slot)]].size else flat[:0]
 
     def _shape_of(self, slot: keras.Variable) -> tuple[int, ...] | None:
-        """Return the shape in the whole state, or None if this rank does not know it."""
+        """Return the shape of `slot` in the whole state, or None if this rank does not know it."""
         index = self._parts.slots.get(id(slot))
         if index is not None and self._parts.plan.is_split:
             return tuple(self._parts.variables[index].shape)
@@ -168,7 +168,7 @@ class WholeState:
 
 
 class Shown:
-    """Replaces a variable of a sharded optimizer. `value` is the whole value; None until it is assigned."""
+    """Stands for an optimizer variable in a file or copy. `value` is the whole value; None until it is assigned."""
 
     def __init__(self, variable: keras.Variable, value: np.ndarray | None, state: WholeState):
         self.path, self.name, self.value = variable.path, variable.name, value
@@ -190,7 +190,7 @@ class Shown:
 
 @dataclass
 class Arguments:
-    """The arguments of DistributedOptimizer that a Keras configuration does not contain. Copies have the same."""
+    """The arguments of DistributedOptimizer that are not in a Keras configuration. Copies get the same arguments."""
 
     name: names.OptimizerName  # The prefix of the names of collectives, also of copies
     factor: float  # The factor for the mean of accumulated gradients
@@ -208,7 +208,7 @@ class Arguments:
 
 @dataclass
 class OptimizerState:
-    """The attribute `_mpistrat` of an optimizer whose gradients are averaged, by itself or by a strategy."""
+    """What mpistrat knows of an optimizer that is distributed or under a strategy, as its attribute `_mpistrat`."""
 
     class_name: str  # The class of the optimizer
     reducer_or_none: GradientReducer | None = None  # None: the optimizer cannot train, but be loaded, copied and saved
@@ -234,5 +234,5 @@ class OptimizerState:
 
     @property
     def factor(self) -> float:
-        """The factor for the mean of accumulated gradients."""
+        """The factor by which the mean of accumulated gradients is multiplied before it is applied."""
         return 1.0 if self.arguments is None else self.arguments.factor

@@ -1,10 +1,10 @@
-"""Sharded: a mix-in for an optimizer with which each rank updates a part of the variables, and has the state for it.
+"""Sharded: a mix-in for optimizer classes. Each rank updates its parts of the variables, and has the state for them.
 
-The mix-in comes before the mix-in that averages gradients, and the optimizer's class. Keras' `apply` gets the parts as
-its variables, with the parts' gradients, so Keras' own code does weight decay, moving averages of weights and
-accumulation. Norms are computed from the whole gradients. keras/optimizers/optimizer.py makes the class.
+The class has the bases Sharded, the mix-in that averages gradients, and the Keras class (optimizers/optimizer.py makes
+it). Keras' `apply` gets this rank's parts as its variables, with the gradients of the parts. So Keras' own code does
+weight decay, moving averages of weights and accumulation. Clipping uses the norms of whole gradients.
 
-Keras' functions that save and load models, which are replaced here, get the whole state.
+The module also replaces Keras' functions that save and load models. They get the whole state.
 """
 
 import inspect
@@ -56,14 +56,14 @@ def require_shardable(optimizer: Optimizer, uneven: str) -> None:
 
 
 def require_update_step(cls: type[Optimizer]) -> None:
-    """Raise InvalidRequestError if the update of optimizers of this class cannot be divided."""
+    """Raise InvalidRequestError if an optimizer class has no update_step, because its update cannot be divided then."""
     if cls.update_step is Optimizer.update_step:
         raise InvalidRequestError(f"{cls.__name__} has no update_step(), so its update cannot be divided among the "
                                   f"ranks. {_INSTEAD}")
 
 
 class Sharded:
-    """A mix-in before a distributed optimizer's class. Each rank updates a part of the variables."""
+    """The mix-in of sharded optimizers. Each rank updates its parts of the variables."""
 
     _mpistrat: Any
     is_distributed: bool
@@ -71,7 +71,7 @@ class Sharded:
     # -- variables -----------------------------------------------------------------------------------------------------
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Create the state of this rank's parts. Local; all ranks pass the same variables."""
+        """Create the optimizer state for this rank's parts. Local; all ranks must pass the same variables."""
         own = self._mpistrat
         if own.parts is None and own.reducer_or_none is not None and own.reducer.process_set.has_others():
             own.reducer.require_no_strategy()
@@ -103,7 +103,7 @@ class Sharded:
 
     @property
     def variables(self) -> list[Any]:
-        """The variables that all ranks have, such as the counter of steps, without the state of this rank's parts."""
+        """The variables that all ranks have, such as the step counter, without the state of this rank's parts."""
         is_divided = self._mpistrat.whole is not None
         return self._mpistrat.whole.shown() if is_divided else super().variables  # type: ignore[misc]
 
@@ -189,7 +189,7 @@ class Sharded:
         return variables if self._mpistrat.parts is None else self._mpistrat.parts.shards
 
     def finalize_variable_values(self, var_list: Sequence[keras.Variable]) -> None:
-        """As the original class. If `use_ema` is set, each rank then gathers the weights of all parts. Collective."""
+        """Call the original method. With `use_ema`, all ranks then gather the weights of all parts. Collective."""
         super().finalize_variable_values(var_list)  # type: ignore[misc]
         parts = self._mpistrat.parts
         if parts is not None and self.use_ema:  # type: ignore[attr-defined]
@@ -198,7 +198,7 @@ class Sharded:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def consolidate_state(self, to: int | None = 0) -> None:
-        """Gather the whole state on a rank, which may then save the optimizer alone until the next step. Collective.
+        """Gather the whole state on a rank, which can then save the optimizer until the next step. Collective.
 
         fit calls this method for rank 0 at the end of each epoch, and before a ModelCheckpoint saves within an epoch.
         Before the first step, and in one process, the method does nothing.
@@ -236,10 +236,10 @@ _ENDINGS = (".keras", ".h5", ".hdf5")
 
 @contextmanager
 def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
-    """A context in which `variables` of an optimizer and of its inner optimizers has the whole state. Local.
+    """Return a context in which `variables` of an optimizer and its inner optimizers has the whole state. Local.
 
-    This rank takes its parts of values that are assigned in the context. Raises InvalidRequestError if `is_read`, and
-    this rank does not have the whole state, see consolidate_state.
+    Assigning a whole value in the context changes this rank's part. `is_read`: Whether values are read; if so, raises
+    InvalidRequestError on a rank that does not have the whole state (see consolidate_state).
     """
     with ExitStack() as stack:
         for state in states_in([optimizer]):
@@ -281,7 +281,7 @@ def save(original: Function, model: Any, filepath: object, *args: object, **kwar
 
 
 def _by_all_ranks(model: object, filepath: object, write: Callable[[], object]) -> object:
-    """Write a model. One rank writes a model of a strategy, and the others wait. Collective for such a model."""
+    """Write a model by `write`. For a model of a strategy this is collective: one rank writes, and the others wait."""
     is_alone = files.is_alone() or hasattr(filepath, "write")
     if is_alone or not isinstance(model, keras.Model) or not is_under_strategy(model):
         return write()

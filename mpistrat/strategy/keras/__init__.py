@@ -1,11 +1,11 @@
-"""Keras under MPIStrategy: the functions of Keras that are replaced, ordered by Keras' concepts.
+"""Keras under MPIStrategy: replacements of functions of Keras, in one module for each topic.
 
 trainer: fit, evaluate, predict, random seeds of layers, and files of models. losses: the weight of each rank's loss.
 optimizer: reduction of gradients, weights of uneven batches, and divided state. step_state: the state that these
-modules share while a step is traced. keras2: Keras 2 only.
+modules share while TensorFlow traces a step. keras2: Keras 2 only.
 
 `mpistrat.strategy` imports this package when the first strategy is created, then calls `apply`. The import raises
-MissingDependencyError where Keras is too old.
+MissingDependencyError if Keras is too old.
 """
 
 import keras
@@ -26,5 +26,5 @@ __all__ = ["PATCHES", "apply", "undo"]
 
 
 def apply() -> None:
-    """Replace the functions, once."""
+    """Replace the functions of Keras. Later calls do nothing."""
     patches.apply(for_strategy=True)

@@ -1,4 +1,4 @@
-"""The logs of user-defined steps of Keras 2 (tf_keras) under MPIStrategy. Imported if the process has Keras 2."""
+"""The logs of user-defined steps of Keras 2 (tf_keras) under MPIStrategy. Imported only if Keras 2 is in use."""
 
 import threading
 
@@ -39,7 +39,7 @@ def compiled_loss(original: Function, self: compile_utils.LossesContainer, *args
           'reduction = "first" if backend.is_tpu_strategy(strategy) else "sum"')
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
-    """Return the means of a step's logs over the ranks, and the sums of integer logs, which are counts."""
+    """Return the logs of a step: means over the ranks, but sums of integer logs, because integers are counts."""
     scaled, _step.scaled = _step.scaled, []
     if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction != "auto":
         return original(values, strategy, reduction)

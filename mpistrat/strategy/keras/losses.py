@@ -1,10 +1,10 @@
 """Losses under MPIStrategy: the weight of each rank's part of a batch, and the losses that user-defined steps log.
 
-Gradients and logged losses count by rows: the loss of a batch is the mean of the ranks' losses, weighted by rows. Keras
-divides some losses by another number (the valid tokens of a mask, or the sum of sample weights) or not at all. Here
-such a loss gets a factor, so that the weighted mean is the loss of one process. The divisor is summed over the ranks,
-in one small collective for each such loss; other losses need none. So the result is right for several outputs with
-different masks, for terms that are added to a loss, and for evaluation.
+The loss of a global batch is the mean of the ranks' losses, weighted by their numbers of rows. This is right if Keras
+divides the loss by the number of rows. But Keras divides some losses by the number of valid tokens of a mask, by the
+sum of sample weights, or not at all. Here such a loss is multiplied by a factor, so that the weighted mean equals the
+loss of one process. For the factor the divisor is summed over the ranks, in one small collective for each such loss. So
+the result is right for several outputs with different masks, for terms that are added to a loss, and for evaluation.
 
 The functions run in a replica, while TensorFlow traces the step.
 """
@@ -57,7 +57,7 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
 
 
 def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reduction: str | None) -> tf.Tensor | None:
-    """Return the divisor of a loss, up to a factor that all ranks share; None if the divisor is the number of rows."""
+    """Return the number by which Keras divides a loss, up to a factor equal on all ranks; None: the number of rows."""
     if reduction == "mean_with_sample_weight":
         mask = _loss_module.apply_mask(sample_weight, mask, "float32", reduction)
     return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
@@ -82,7 +82,7 @@ def call_loss(original: Function, self: keras.Loss, *args: object, **kwargs: obj
 
 
 def _is_part() -> bool:
-    """Return whether a loss of `compile` calls this loss. Only the outermost loss is divided and weighted."""
+    """Return whether a loss of `compile` has called the loss that runs now. Only the outermost loss is weighted."""
     return state.in_compute_loss is not None and state.losses_within > 1
 
 

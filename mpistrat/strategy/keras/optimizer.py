@@ -1,8 +1,8 @@
-"""Keras' optimizers under MPIStrategy: each gets a class that reduces gradients, as for a DistributedOptimizer.
+"""Keras' optimizers under MPIStrategy: each gets a subclass of its class that reduces gradients.
 
-An optimizer gets the class when it is made in the scope, built for variables of the strategy, or applied in a replica.
-The class has the mix-ins of mpistrat/keras. Differences under a strategy: gradients are summed and weighted by rows,
-variables belong to the strategy, and all ranks save. With "sharded" and "central" the state is divided among the ranks.
+An optimizer gets this class when it is made in the scope, built for variables of the strategy, or applied in a replica.
+The class has the mix-ins of DistributedOptimizer. Differences under a strategy: gradients are summed and weighted by
+rows, variables belong to the strategy, and all ranks save. "sharded" and "central" divide the state among the ranks.
 
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """
@@ -49,7 +49,7 @@ _OWN_ROWS = ("iterate over strategy.experimental_distribute_dataset(dataset); in
 
 
 class RowReducer(GradientReducer):
-    """Sums an optimizer's gradients over the ranks of a strategy, weighted by rows."""
+    """Sums an optimizer's gradients over the ranks of a strategy. Each rank's weight is its number of rows."""
 
     checks_weights = False  # fit or compare_in_loop compares the weights.
     is_compared = False  # Whether the ranks have compared the weights before the first step of a user-defined loop.
@@ -102,7 +102,7 @@ class RowReducer(GradientReducer):
 
 
 def scaled_unless(is_one: tf.Tensor, gradients: Sequence[Tensor], factor: tf.Tensor) -> list[Tensor]:
-    """Multiply gradients by `factor` unless `is_one`. The branch takes less time than a multiplication."""
+    """Return the gradients times `factor`, or unchanged if `is_one`, because a branch is faster than a product."""
     # Only the values go through the branch: XLA would not know a shape that came out of it.
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
     results = tf.cond(is_one, lambda: list(map(tf.identity, values)), lambda: [scaled(v, factor) for v in values])
@@ -119,7 +119,7 @@ def scaled(gradient: Tensor, factor: tf.Tensor) -> Tensor:
 
 
 def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Raise MismatchError unless all ranks begin a user-defined loop with the same weights. Collective; once."""
+    """Raise MismatchError if ranks begin a user-defined loop with different weights. Collective. Compares only once."""
     reducer: RowReducer = optimizer._mpistrat.reducer
     if step_state.state.rows is not None or reducer.is_compared:
         return
@@ -146,7 +146,7 @@ def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -
 
 
 class UnderStrategy:
-    """A mix-in for optimizers that a replica applies. It comes before the mix-ins that reduce gradients."""
+    """A mix-in for optimizers of a strategy. It is a base class before the mix-ins that reduce gradients."""
 
     is_distributed = False  # Not by itself
     _mpistrat: OptimizerState
@@ -205,11 +205,11 @@ class UnderStrategy:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], **arguments: object) -> Optimizer:
-        """Call the original class' from_config. In the scope the new optimizer gets this class again."""
+        """Make an optimizer of the original class. In the scope of a strategy it gets the mix-ins again."""
         return original_class(cls).from_config(config, **arguments)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Let pickle and copy use the original class, which they find by its name."""
+        """Let pickle and copy use the original class, because they look a class up by its name."""
         how: Any = super().__reduce_ex__(protocol)
         load, *rest = how
         return getattr(original_class(load.__self__), load.__name__), *rest
@@ -218,9 +218,9 @@ class UnderStrategy:
 def adopt(optimizer: Optimizer, strategy: tf.distribute.Strategy | None) -> bool:
     """Give an optimizer the class that reduces gradients, if the strategy is an MPIStrategy. Local.
 
-    Return True if the optimizer gets the class now. If it passes gradients on, adopt the inner optimizers instead.
+    Return whether the optimizer got the class in this call. An optimizer that has inner optimizers does not get it.
 
-    Raises InvalidRequestError: The state must be divided, but cannot be, or all ranks have it already.
+    Raises InvalidRequestError: The strategy divides states, but the optimizer has no update_step, or is already built.
     """
     cls = type(optimizer)
     if not isinstance(strategy, MPIStrategy) or hasattr(cls, "is_distributed") or passes_on(optimizer):

@@ -1,7 +1,7 @@
 """State that the replaced functions share: the strategy in use, the rows of a batch, and flags for compiled steps.
 
 A tf.function is traced once and runs many times. So a value that changes between runs is a variable here: Python
-assigns the variable, and the compiled step reads it. Each model has its own, since several threads may call fit.
+assigns the variable, and the compiled step reads it. Each model has its own flags: several threads may call fit.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Flags:
-    """Two values of a model, equal on all ranks, which the compiled step reads from variables."""
+    """Two values of a model (`usual_rows`, `logs_wanted`) that a compiled step reads. They are equal on all ranks."""
 
     def __init__(self) -> None:
         # The number of rows of a full batch on each rank, and whether a callback reads the logs of each batch.
@@ -39,7 +39,7 @@ class Flags:
             self._assigned[name] = value
 
     def read(self, name: str) -> tf.Tensor:
-        """The value of a flag. A compiled step reads it when it runs."""
+        """Return the value of a flag. A compiled step reads it each time it runs."""
         return self._scalars[name].read()
 
 
@@ -75,7 +75,7 @@ state = StepState()
 
 
 def strategy_here() -> MPIStrategy | None:
-    """The MPIStrategy whose replica this code runs in, or None."""
+    """Return the MPIStrategy in whose replica this code runs; None outside of a replica."""
     if tf.distribute.in_cross_replica_context():
         return None
     strategy = tf.distribute.get_strategy()
@@ -88,14 +88,14 @@ def scope_of(strategy: MPIStrategy) -> AbstractContextManager[object]:
 
 
 def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
-    """The MPIStrategy in whose scope a model was created, or None."""
+    """Return the MPIStrategy in whose scope a model was created, or None."""
     strategy = getattr(model, "_distribute_strategy", None)
     return strategy if isinstance(strategy, MPIStrategy) else None
 
 
 @contextlib.contextmanager
 def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator[None]:
-    """A context for tracing a step of `model` on `data`; it sets the state."""
+    """A context in which TensorFlow traces a step of `model`. It sets `state` for the step, from the batch `data`."""
     before = state.rows, state.weight
     state.rows, state.total = rows_of(data), None
     reductions = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(getattr(model, "loss", None))}
@@ -115,10 +115,10 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
 
 
 def share(of: tf.Tensor | None = None) -> tf.Tensor:
-    """Return this rank's share of the global batch, times the number of ranks. 1 means equal shares.
+    """Return this rank's share of the rows of the global batch, times the number of ranks: 1 if the shares are equal.
 
-    The share of the rows, or of the scalar `of` summed over the ranks. Requires `state.weight`. Collective, except for
-    rows whose total an earlier collective has computed.
+    With `of`, return this rank's share of the sum of all ranks' `of` instead. Requires `state.weight`. Collective. The
+    call is local if `of` is None and an earlier collective of the step has summed the rows.
     """
     assert state.weight is not None
     size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)
@@ -134,7 +134,7 @@ def share(of: tf.Tensor | None = None) -> tf.Tensor:
 
 
 def is_scaled(loss: object) -> bool:
-    """Whether a loss has been divided by the number of ranks in this step."""
+    """Return whether a loss has been divided by the number of ranks in this step."""
     return any(loss is scaled for scaled in state.scaled)
 
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def _users_level() -> int:
-    """Return the stacklevel at which a warning of the calling function points to user code."""
+    """Return the `stacklevel` with which a warning of the calling function names the line of user code."""
     frames = traceback.walk_stack(sys._getframe(1))
     return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
 
@@ -99,12 +99,12 @@ def make_function(original: Function, self: keras.Model, step_function: Function
 
 
 def _as_tensor(log: object) -> object:
-    """Return a log as a tensor. A metric's `result()` may be its state variable, which each replica reads alone."""
+    """Return a log as a tensor. If the log is a variable of a metric, the tensor has the value of this replica."""
     return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
 
 
 def _weighted(log: object) -> object:
-    """Return a log as a tensor. A scalar is weighted, so that the mean over the ranks is the mean over the rows."""
+    """Return a log as a tensor. A scalar is weighted, so that its mean over the ranks is the mean over all rows."""
     log = _as_tensor(step_state.unscaled(log))
     if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
         return log
@@ -116,7 +116,7 @@ def _weighted(log: object) -> object:
           'strategy.reduce("MEAN", v, axis=0)')
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
-    """Return the mean of a step's logs over the ranks, in one collective, or this rank's logs if none are read."""
+    """Return the means of a step's logs over the ranks, in one collective; this rank's logs if nobody reads them."""
     if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction not in ("auto", "mean"):
         return original(values, strategy, reduction)
     logs = tf.nest.flatten(values)
@@ -186,9 +186,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
-    """Set the usual number of rows to the ranks' largest; `rows` is this rank's number in the first batch. Collective.
+    """Set the usual number of rows to the largest `rows` (rows of the first batch) of all ranks. Collective.
 
-    When fit begins, the ranks exchange the number later, together with their other values.
+    At the start of fit this only keeps `rows`. The ranks exchange `rows` later, together with other values.
     """
     training, values = in_fit.get(model), step_values_of(model)
     if is_of_fit and isinstance(training, StrategyTraining) and not training.has_begun:
@@ -201,7 +201,7 @@ def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
 
 
 def _any_rows(leaf: object) -> object:
-    """Return a symbolic tensor for a dense tensor without rows, since some layers cannot be built for 0 rows."""
+    """Return a symbolic tensor in place of a dense tensor with 0 rows, for which some layers cannot be built."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
         return leaf
     return keras.KerasTensor([size or None for size in leaf.shape], leaf.dtype.name)
@@ -217,7 +217,7 @@ def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
-    """Whether the input is a generator, or a dataset that reads a generator and has a known element spec."""
+    """Return whether each batch may be read only once, because a generator yields it. False if its spec is unknown."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(iterator._distributed_dataset) and all(
@@ -276,7 +276,7 @@ def predict(original: Function, self: keras.Model, *args: object, **kwargs: obje
 
 
 def _average(model: keras.Model) -> StrategyTraining:
-    """Average the running statistics of a model, and return its StrategyTraining. Collective; not in a replica."""
+    """Average the running statistics of a model over the ranks, and return its StrategyTraining. Collective."""
     training = StrategyTraining(model)
     average_statistics(training)
     return training
@@ -292,7 +292,7 @@ def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> o
 
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
-    """Run a step. On a rank without rows, restore the running statistics that come from the rank's own rows."""
+    """Run a step. If this rank has no rows, restore its running statistics, except those of synchronised layers."""
     of_all_ranks = IdentitySet(
         variable for layer in all_layers(model) for variable in layer.variables
         if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))
@@ -334,7 +334,7 @@ def never_called_without_rows(model: keras.Model, data: object) -> Iterator[None
 
 
 def _is_empty(data: object) -> tf.Tensor | None:
-    """Return whether a batch has no rows: a constant True if the shape has none, None if it has some."""
+    """Return whether a batch has no rows, as a tensor; None if its shapes show that it has rows."""
     known = {leaf.shape[0] for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
     if 0 in known:
         return tf.constant(True)
@@ -433,7 +433,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
           "ref_obj = Layer()")
 def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
-    """Run without collectives: Keras makes an object to list the attributes of its class, on one rank."""
+    """Call `original` without collectives, because Keras makes an optimizer in it, on the writing rank only."""
     with files.alone():
         return original(obj_type)
 
@@ -442,7 +442,7 @@ def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
           "the second asynchronous checkpoint would fail, as it does without strategies: Keras makes a new variable",
           "tf.Variable(object_map[self.value])")
 def copy_to_cpu(original: Function, self: keras.Variable, object_map: dict) -> None:
-    """An asynchronous checkpoint copies each variable to the CPU; from the second one on it reuses the copy."""
+    """Copy a variable to the CPU for an asynchronous checkpoint. Later checkpoints update the same copy."""
     if self not in object_map or not isinstance(self.value.distribute_strategy, MPIStrategy):
         return original(self, object_map)
     self.value._copy_trackable_to_cpu(object_map)

@@ -1,4 +1,4 @@
-"""Collectives as one asynchronous operation of TensorFlow, whose kernel is Python: on GPUs, and in sessions.
+"""Collectives as one asynchronous TensorFlow operation with a Python kernel: for GPU tensors, and in sessions.
 
-call_site.py makes its nodes on GPUs, session_node.py in graphs that a session of tf.compat.v1 runs.
+call_site.py makes the nodes for GPU tensors, session_node.py the nodes in the graphs of tf.compat.v1 sessions.
 """

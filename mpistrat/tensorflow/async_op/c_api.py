@@ -1,20 +1,20 @@
-"""TensorFlow's C API for operations and kernels, by ctypes. Nothing here knows of collectives.
+"""TensorFlow's C API for operations and kernels, called through ctypes. This module knows nothing of collectives.
 
-The functions are those of
-https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.h and of ops.h, tf_status.h and tf_tensor.h
-beside it.
+The functions are declared in
+https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.h and in ops.h, tf_status.h and tf_tensor.h
+in the same directory.
 
-A kernel calls a C++ function, `done`, when the operation is complete. TensorFlow passes the address of this function, a
-std::function<void()>. Up to 2.21 the function is an argument that ends when the kernel returns, before an asynchronous
-operation is complete:
-https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L258
-So the function is moved, as a C++ kernel would move it: its bytes are copied, and the original is made empty. Later
-versions pass the address of a copy, which must not be moved, since TF_RunAsyncOpKernelDoneCallback deletes it.
+TensorFlow passes an asynchronous kernel the address of `done`, a C++ std::function<void()>. The kernel calls `done`
+when the operation is complete, which may be after the kernel has returned. TensorFlow 2.21 and earlier destroy
+`done` when the kernel returns: https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L258
+So the class Done moves the function elsewhere, as a C++ kernel would: it copies the bytes of the function, and makes
+the original empty. Later versions of TensorFlow pass the address of a copy on the heap. Done leaves that copy in place,
+because TF_RunAsyncOpKernelDoneCallback deletes it.
 
 A std::function of libstdc++ has 32 bytes: 16 bytes for the object that it holds; the address of its *manager*, which
 copies and destroys the object, or NULL for an empty function; and the address of its *invoker*, which calls the object.
-This layout, and who deletes the function, are found out before any kernel runs, from a std::function whose manager and
-invoker are Python.
+Before any kernel runs, a test checks this layout and finds out who deletes the function. The test passes TensorFlow a
+std::function whose manager and invoker are Python functions.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ _LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpK
 
 
 class CApi:
-    """The functions of the C API, as attributes. Raises OSError or AttributeError if the library lacks a function."""
+    """The functions of the C API, as attributes. Raises OSError: no library; AttributeError: it lacks a function."""
 
     def __init__(self, path: str):
         for loaded, prototypes in ((ctypes.PyDLL(path), _PROTOTYPES), (ctypes.CDLL(path), _UNLOCKED)):
@@ -82,7 +82,7 @@ class CApi:
 
 @cache
 def api() -> CApi | None:
-    """TensorFlow's C API for kernels; None if this build does not export it."""
+    """Return TensorFlow's C API for kernels; None if this build of TensorFlow does not export it."""
     try:
         return CApi(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
     except (OSError, AttributeError):
@@ -90,7 +90,7 @@ def api() -> CApi | None:
 
 
 def require_api() -> CApi:
-    """The C API. `why_not` must have been called before."""
+    """Return the C API. Only for callers that know that it exists, for example from kernel.why_not()."""
     found = api()
     assert found is not None, "why_not was not called"
     return found
@@ -106,7 +106,7 @@ class Status:
         self.pointer: int = self._api.TF_NewStatus()
 
     def check(self) -> None:
-        """Raise RuntimeError with the message of an error."""
+        """Raise RuntimeError with the message of the status, unless the status is OK."""
         if self._api.TF_GetCode(self.pointer):
             raise RuntimeError(self._api.TF_Message(self.pointer).decode(errors="replace"))
 
@@ -131,7 +131,7 @@ class _Function(ctypes.Structure):
 
 
 class Done:
-    """A kernel's `done`. Construct it before the kernel returns; any thread may call `run`, once."""
+    """The function `done` of one call of a kernel. Construct it before the kernel returns. Any thread may `run` it."""
 
     __slots__ = ("_address", "_own")
 
@@ -143,7 +143,7 @@ class Done:
             given.manager = given.invoker = None
 
     def run(self) -> None:
-        """Tell TensorFlow that the kernel is complete. Releases Python's lock meanwhile."""
+        """Tell TensorFlow that the operation is complete. To be called once. Releases Python's lock during the call."""
         run = require_api().TF_RunAsyncOpKernelDoneCallback
         if self._own is None:
             run(self._address)
@@ -155,7 +155,7 @@ class Done:
 
 @cache
 def is_deleted_by_tensorflow() -> bool | None:
-    """Whether TF_RunAsyncOpKernelDoneCallback deletes the function; None: the function's layout is unknown."""
+    """Return whether TF_RunAsyncOpKernelDoneCallback deletes `done`; None if the layout of `done` is unknown."""
     own = api()
     if own is None or not own.is_of_libstdcpp:
         return None

@@ -1,17 +1,17 @@
 """Collectives on GPU tensors, in graphs and eager: one asynchronous operation each.
 
-TensorFlow calls the kernel of the operation when the work that computes the inputs is enqueued. The kernel gives the
-engine the addresses of the inputs and of the outputs, and an event after that work. The kernel waits for nothing. An
-output whose size depends on other ranks is allocated when the engine knows the size. The operation is complete when the
-engine's work is enqueued, and TensorFlow's stream waits for this work; where the stream cannot wait (see streams.py),
-when the GPU is done. So no node can read a result too early, whatever TensorFlow's optimizer moves.
+TensorFlow calls the operation's kernel when the GPU work that computes the inputs is enqueued. The kernel passes the
+addresses of inputs and outputs to the engine, with a CUDA event that follows that work, and returns without waiting. If
+the size of an output depends on other ranks, the output is allocated when the engine knows the size. The operation is
+complete when the engine has enqueued the collective and has made TensorFlow's stream wait for it. If the stream cannot
+wait (see streams.py), the operation is complete when the GPU is done. So no node reads a result too early.
 
-Nodes of one name run one after the other, since they have the resource of the name in common. Nodes of different names
-start in any order. All later nodes wait only after `complete_in_order`. In the gradient of a function, where nothing
-can be captured, names contain the number of the execution, as in `cpu`.
+Collectives of one name run one after the other, because their nodes share a resource as an input. Those of different
+names start in any order. `complete_in_order` makes all later nodes wait for a result. In the gradient of a function,
+which cannot capture the resource, names contain the number of the execution instead, as on the CPU (graph/cpu.py).
 
-TensorFlow cannot cancel the operation. An execution that fails elsewhere ends when its collectives are complete, or
-when the engine fails the collectives, because the other ranks have not submitted them for too long.
+TensorFlow cannot cancel the operation. If another node of an execution fails, the execution still ends only when its
+collectives are complete, or when the engine fails them because other ranks have not submitted them in time.
 """
 
 import logging
@@ -38,21 +38,20 @@ logger = logging.getLogger(__name__)
 
 
 def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
-    """Whether all these eager tensors are reduced on the GPU. If one is in host memory, all go through the host.
+    """Return whether these eager tensors are reduced on the GPU. If one is in host memory, all are reduced on the CPU.
 
-    TensorFlow keeps some tensors (int32, mostly) in host memory although their device is a GPU.
+    TensorFlow keeps some tensors, mostly of int32, in host memory although it calls their device a GPU.
     """
     return (gpu_device.has_gpu() and bool(tensors) and all(":GPU:" in tensor.backing_device for tensor in tensors)
             and _is_used(tensors[0].backing_device, process_set))
 
 
 def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
-    """The GPU on which tensors of a graph are reduced; None: they go through the host, or XLA compiles the graph.
+    """Return the GPU on which tensors of a graph are reduced; None for the host, and if XLA compiles the graph.
 
-    Tensors stay on the GPU if there is one, no tensor is placed on the CPU, and all have floating-point or complex
-    dtypes, as gradients do. TensorFlow has no GPU kernels for other dtypes, or keeps them on the host. A tensor that
-    turns out to be on the host is copied. (TensorFlow's placer chooses the device of a tensor after the function has
-    been traced, when the graph cannot change any more.)
+    Tensors are reduced on the GPU if there is one, no tensor is placed on the CPU, and all have floating-point or
+    complex dtypes, as gradients do. For other dtypes TensorFlow has no GPU kernels, or keeps the tensors on the host.
+    TensorFlow places the tensors after tracing. If it places one on the host, it also copies that tensor to the GPU.
     """
     if tf.executing_eagerly() or not gpu_device.has_gpu() or xla.is_compiled():
         return None
@@ -69,7 +68,7 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 
 def _is_used(where: str, process_set: int) -> bool:
-    """Whether tensors on this TensorFlow device are reduced there. The first call checks it, and may warn. Local."""
+    """Return whether tensors on the GPU `where` are reduced there. The first call tests this, and may warn. Local."""
     if go_by_host():
         return False
     if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
@@ -86,16 +85,16 @@ def _warn_once(rank: int, reason: str) -> None:
 def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
         shapes: Sequence[tf.TensorShape], process_set: int = 0, keeps_shapes: bool = True,
         observer: Observer | None = None, bucket: tuple[BucketList, int] | None = None) -> list[tf.Tensor]:
-    """Run one collective in a graph, as `cpu.run`; the results are on the same device. Collective.
+    """Add one collective on GPU tensors to a graph, as `cpu.run` does; return results on the same GPU. Collective.
 
     Args:
         where: The device of the tensors.
         name, tensors, shapes, process_set: As in `cpu.run`.
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
-        observer: Called with copies of the tensors on the host, before the submit.
-        bucket: The list of buckets and the index of this bucket; None if there is only one. Ignored in a session, which
-            may run only some of the nodes of a list.
+        observer: Called with copies of the tensors in host memory, before the collective is submitted.
+        bucket: The list of buckets, and the index of the bucket with these `tensors`; None if there is only one bucket.
+            Ignored in a session, because a run of a session may execute only some of the buckets.
     """
     in_session = None if session_graph() is None else Executions()
     execution = current_execution.get() or Execution()
@@ -121,10 +120,10 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
 
 def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_shapes: bool,
                 process_set: int) -> list[tf.Tensor]:
-    """Run one collective on eager tensors of this rank's GPU, as `run`; the results are on the same GPU. Collective.
+    """Run one collective on eager tensors of this rank's GPU, and return results on the same GPU. Collective.
 
-    The operation only provides the memory. The engine's work on it is enqueued or complete when this function returns.
-    Raises as `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
+    TensorFlow's operation only gives addresses and allocates the results. The GPU work of the collective is enqueued or
+    complete when this function returns. Raises the errors of `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
@@ -140,9 +139,10 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
 
 def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: object,
             memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
-    """The tensors of a collective on the device `where`, for the engine. `owner` keeps the tensors alive.
+    """Return the tensors of a collective on the GPU `where`, in the engine's form. `owner` keeps the tensors alive.
 
-    `memory`: Returns the memory of the tensors, and of results of the given shapes; None: of the tensors' shapes.
+    `memory`: Allocates results of the given shapes (None: of the tensors' shapes). For None and () it also returns the
+        addresses of the tensors.
     """
     device = device_at(where)
     found = streams.stream_for(device, where, process_set)
@@ -164,7 +164,7 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
 
 
 class _GpuCallSite(AsyncCallSite):
-    """The target of the node of one collective. Several executions may be in flight."""
+    """The object that the node of one collective calls in Python. Several executions may be in flight at once."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution,
                  observer: Observer | None, in_session: Executions | None, where: str, tensors: Sequence[tf.Tensor],

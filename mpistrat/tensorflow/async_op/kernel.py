@@ -1,13 +1,13 @@
-"""The operation `MpistratAsyncCollective`, and its kernel: a call of Python that is complete later, in any thread.
+"""The operation `MpistratAsyncCollective`: its kernel calls Python, and any thread may complete the operation later.
 
-The operation gets the number of a *target*, a Python object, as a tensor. So creating and deleting a kernel calls no
-Python, and an eager call with a new target needs no new kernel. Inputs and outputs are addresses, in the memory of a
-GPU if there is one.
-TensorFlow calls a kernel when the work that computes its inputs has been enqueued, not when it is done.
+Each node of the operation calls one Python object, its *target*. The number of the target is an input tensor, not an
+attribute. So TensorFlow calls no Python when it creates or deletes a kernel, and an eager call with a new target needs
+no new kernel. The target gets the addresses of inputs and outputs, in GPU memory if the node is on a GPU. On a GPU,
+TensorFlow calls a kernel when the work that computes its inputs is enqueued, not when this work is done.
 
-The operation is stateful: TensorFlow neither removes it nor computes it in advance, and a function waits for it before
-it ends. Yet no stateful node waits for it, if it has a resource as an input: automatic control dependencies then order
-it only among the nodes with the same resource.
+The operation is stateful: TensorFlow neither removes it nor folds it into a constant, and a function ends only when its
+stateful operations are complete. If the operation has a resource as an input, automatic control dependencies order it
+only with nodes that have the same resource. Other stateful nodes do not wait for it.
 """
 
 import ctypes
@@ -51,7 +51,7 @@ _take_back_pointer = ctypes.cast(_take_back, c_void_p)
 
 
 class Dims:
-    """A shape as TensorFlow's C API takes it."""
+    """A shape in the form of TensorFlow's C API: a C array of int64, and the number of dimensions."""
 
     __slots__ = ("rank", "shape", "values")
 
@@ -70,9 +70,9 @@ class Memory(NamedTuple):
 
 
 class Call:
-    """An execution of the kernel. Call `complete` or `fail` once, in any thread.
+    """One execution of the kernel. `complete` or `fail` must be called once, in any thread.
 
-    Until then TensorFlow keeps the inputs and the memory of the outputs. A Call that is deleted before fails.
+    Until then TensorFlow keeps the memory of inputs and outputs. The execution fails if its Call is deleted before.
     """
 
     __slots__ = ("_api", "_context", "_done", "_status", "is_ended")
@@ -82,7 +82,7 @@ class Call:
         self.is_ended = False
 
     def address(self, index: int) -> int:
-        """The address of an input."""
+        """Return the address of the input with this index."""
         found, own = c_void_p(), self._api
         own.TF_GetInput(self._context, index, found, self._status.pointer)
         if not found:
@@ -93,13 +93,13 @@ class Call:
 
     def exchange(self, first: int, known: "Sequence[Dims | None]",
                  allocates: bool) -> tuple[list[int], list[tuple[int, ...]], list[int]]:
-        """Return the addresses and shapes of inputs, and the addresses of outputs of the same shapes.
+        """Return the addresses and the shapes of inputs, and the addresses of outputs with the same shapes.
 
-        There is only one loop, since a step has hundreds of tensors. An output may have the memory of its input.
+        One loop does all of this, because a step has hundreds of tensors. An output may reuse the memory of its input.
 
         Args:
             first: The index of the first input. The first output has the index 0.
-            known: For each input the shape, or None to ask TensorFlow for the shape.
+            known: One element for each input: its shape, or None if TensorFlow must be asked for the shape.
             allocates: Whether to allocate the outputs. If False, the addresses of the outputs are [].
         """
         own, context, status = self._api, self._context, self._status.pointer
@@ -128,7 +128,7 @@ class Call:
         return sources, shapes, targets
 
     def number(self, index: int) -> int:
-        """The value of an int64 scalar on the host."""
+        """Return the value of the input with this index, an int64 scalar in host memory."""
         return c_int64.from_address(self.address(index)).value
 
     def output(self, index: int, shape: Sequence[int]) -> int:
@@ -142,9 +142,9 @@ class Call:
         return address
 
     def give(self, index: int, array: np.ndarray, kind: int) -> None:
-        """Set an output on the host to this C-contiguous array, which must not change afterwards.
+        """Set the output with this index, in host memory, to a C-contiguous array, which must not change afterwards.
 
-        Large arrays are not copied. `kind`: TensorFlow's number of the dtype.
+        Large arrays are not copied. `kind`: The number of the dtype in TensorFlow.
         """
         nbytes = array.nbytes
         if nbytes < _LEAST_GIVEN or array.ctypes.data % ALIGNMENT:
@@ -161,11 +161,11 @@ class Call:
 
     @property
     def iteration(self) -> tuple[int, int]:
-        """The loop around the node, as a number that depends only on names and iterations (0: none); its iteration."""
+        """The loop around the node, as a hash of names and iterations (0: no loop), and the current iteration."""
         return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
     def write_number(self, index: int, value: int) -> None:
-        """Set an output on the host to this int64 scalar."""
+        """Set the output with this index, in host memory, to an int64 scalar."""
         c_int64.from_address(self.output(index, ())).value = value
 
     def complete(self) -> None:
@@ -186,21 +186,21 @@ class Call:
 
 
 class Target(Protocol):
-    """An object that a node calls. It must not refer to the graph."""
+    """A Python object that a node calls. It must not refer to the graph: then neither would ever be freed."""
 
     def compute(self, call: Call) -> None:
-        """Called in one of TensorFlow's threads; must not block. An exception becomes the error of the call."""
+        """Called for each execution of the node, in a TensorFlow thread. Must not block. An exception fails `call`."""
 
 
 def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
          order: Sequence[tf.Tensor] = (), numbers: int = 0) -> list[tf.Tensor]:
-    """Make a node on the current device. Its first input is the number of `target`, which lives as long as the graph.
+    """Add a node that calls `target` to the graph, on the current device. The graph keeps `target` alive.
 
     Args:
-        tensors: The last inputs, at least one. Each has an output of the same dtype and of unknown shape.
-        past: int64 scalars on the host, the inputs after the target.
+        tensors: The last inputs, at least one. For each tensor the node has an output of its dtype, of unknown shape.
+        past: int64 scalars in host memory. They follow the first input, which is the number of `target`.
         order: Resources, the inputs after `past`.
-        numbers: The number of int64 outputs on the host that follow the outputs of `tensors`.
+        numbers: How many int64 outputs in host memory follow the outputs for `tensors`.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -212,7 +212,7 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
 
 
 def execute(target: Target, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Execute the operation on eager tensors, at least one, on the device of the first. Blocks until it is complete."""
+    """Execute the operation on the device of the first of the eager `tensors`. Blocks until it is complete."""
     number = _targets.add(target)
     with SynchronousExecution():
         with tf.device("CPU:0"):
@@ -267,7 +267,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """A target that stores the memory of a call in `found`, and completes the call at once."""
+    """A target that stores the addresses and shapes of a call's tensors in `found`, and completes the call at once."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes
@@ -281,9 +281,9 @@ class _Lending:
 
 
 def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
-    """Create an uninitialised tensor for each of the eager `tensors` of one device, at least one. Waits for nothing.
+    """Create an uninitialised tensor for each of the eager `tensors`, on their device; return the memory of both.
 
-    `shapes`: The shapes of the new tensors; (): they have no elements; None: the shapes of `tensors`.
+    Does not wait for the GPU. `shapes`: Those of the new tensors; None: those of `tensors`; (): no elements at all.
     """
     target = _Lending(len(tensors), shapes)
     results = execute(target, tensors)
@@ -291,7 +291,7 @@ def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None)
 
 
 class _RoundTrip:
-    """Completes its calls in another thread, after the kernel has returned."""
+    """The target of the test in why_not: adds 1 to a float, in another thread and after the kernel has returned."""
 
     def compute(self, call: Call) -> None:
         (source,), _, (target,) = call.exchange(1, [None], True)
@@ -305,7 +305,7 @@ class _RoundTrip:
 
 @cache
 def why_not() -> str:
-    """Why this process cannot use the operation; "" if a test call on the CPU has been completed."""
+    """Return why this process cannot use the operation, or "" if it can. The first call runs a test on the CPU."""
     if api() is None:
         return f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"
     if is_deleted_by_tensorflow() is None:

@@ -1,18 +1,19 @@
-"""A collective in the graph of a session: one asynchronous operation, on the CPU here, whose kernel is Python.
+"""A collective on CPU tensors in the graph of a tf.compat.v1 session: one asynchronous operation of async_op/kernel.py.
 
-The nodes of functions (graph/cpu.py) cannot be used: a session has its own devices and resources, and finds neither the
-token nor the queues, and a graph that is not a function cannot capture eager tensors. The operation needs none of them.
-It blocks no thread until other ranks are ready, and it allocates its results when it knows their sizes.
+The three nodes that a collective has in a tf.function (graph/cpu.py) do not work in a session. They use variables and
+queues of the eager context, which a session cannot access, and its graph cannot capture eager tensors. The operation
+needs neither. It blocks no thread while other ranks are not ready, and allocates results when it knows their sizes.
 
-Ranks match the collectives only by name. A session runs any part of a graph, so a chain in program order would run
-collectives that no fetch needs. A name gets a number when the graph is built, and contains the name of the tensor, as
-in Horovod. So ranks that build other collectives, or other graphs before, wait for each other, and are told so. The
-name of a collective that one run executes several times has a suffix, see submission.Executions.
+Ranks match these collectives by name only. There is no chain in program order, because a session runs any part of a
+graph, and with a chain it would run collectives that no fetch needs. A name contains the name of the tensor, as in
+Horovod, and a number that is counted while the graph is built. So ranks that have built different graphs wait for each
+other, and get an error. If one run executes a collective several times, each execution adds a suffix to the name, see
+submission.Executions.
 
-Calls of Session.run are observed, as bridge/calls.py observes calls of functions. A run executes the part of the graph
-that its fetches need. The collectives of that part learn the thread, and whether the run has failed. Then the other
-ranks get an error that names this rank; otherwise collectives of different steps would be matched. TensorFlow has no
-hook for runs. `watch` replaces BaseSession._do_run, which run and partial_run call, and make_callable:
+Each run of a session is observed, as calls of functions are in bridge/calls.py: the collectives that the fetches need
+learn the calling thread, and whether the run has failed. After a failed run the other ranks get an error that names
+this rank. Without the error, collectives of different steps would match. TensorFlow has no hook for runs. So `watch`
+replaces two methods of BaseSession: make_callable, and _do_run, which run and partial_run call:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/client/session.py#L1359
 """
 
@@ -36,9 +37,9 @@ from .submission import AsyncCallSite, Executions, MakeRequest, Observer, call_n
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
         process_set: int, observer: Observer | None) -> list[tf.Tensor]:
-    """Make the node of one collective in a graph of a session, as graph.cpu.run. Collective when the node runs.
+    """Add the node of one collective to a session's graph. Arguments as for graph.cpu.run. Collective when it runs.
 
-    Raises InvalidRequestError: XLA compiles the function with the collective, or TensorFlow has no such operation.
+    Raises InvalidRequestError: XLA would compile the collective, or this process cannot use the operation.
     """
     if xla.is_compiled():
         raise InvalidRequestError(f"{name}: XLA cannot compile a collective in a graph of a session. Leave jit_compile "
@@ -60,9 +61,9 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def number_of_execution() -> list[tf.Tensor]:
-    """Inside a function: the number of this call, the first input of a collective's node. Elsewhere: [].
+    """Return [the number of the call] while a function of a session's graph is traced; else [].
 
-    The gradient of a function has the number of that function's call.
+    In the gradient of a function, it is the number of the call of the function itself.
     """
     execution = current_execution.get()
     if execution is not None and execution.is_past:
@@ -74,7 +75,7 @@ def number_of_execution() -> list[tf.Tensor]:
 
 
 class _SessionCallSite(AsyncCallSite):
-    """The target of the node of one collective."""
+    """The object that the node of one collective calls in Python."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
                  observer: Observer | None, first: int):
@@ -128,9 +129,9 @@ def _observed_callables(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
-    """The sites in the part of a session's graph that these operations need, with the functions that it calls. Local.
+    """Return the nodes with collectives that a run may execute if it fetches these operations. Local.
 
-    Feeds may make a part of the graph unnecessary. This is not considered.
+    Nodes in called functions are included, and also nodes that a run skips because of its feeds.
     """
     operations = {operation.name: operation for operation in fetched}
     known, key = _known.setdefault(graph, {}), frozenset(operations)

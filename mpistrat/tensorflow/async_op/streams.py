@@ -1,11 +1,11 @@
-"""TensorFlow's compute stream, or a substitute for it: two ways to record an event after the work in the stream.
+"""Two ways to record a CUDA event after the work in TensorFlow's compute stream: in the stream, or in a substitute.
 
-The kernel of an asynchronous operation runs when the work that computes its inputs is in TensorFlow's stream, and the
-engine's streams must wait for that work. TensorFlow's C API gives no stream of a GPU to a kernel:
+TensorFlow calls the kernel of an asynchronous operation when the work that computes its inputs is in TensorFlow's
+stream. The engine's streams must wait for that work. But TensorFlow's C API does not give a GPU's stream to a kernel:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/c/kernels.cc#L358
-XLA's C API gives the stream to a handler, and the stream can also wait for the results. XLA's C API does so from
-TensorFlow 2.21 on. With an older one the substitute is an event of the whole context, and the host waits for the
-results. Each way is checked on the GPU before it is used. If neither works, the tensors are reduced through the host.
+From TensorFlow 2.21 on, XLA's C API gives the stream to the handler of a custom call. This stream can also wait for the
+results. In earlier versions the substitute records an event of the whole CUDA context, and the host waits for results.
+Each way is tested on the GPU before it is used. If neither works, tensors are copied to the host and reduced there.
 """
 
 import itertools
@@ -41,10 +41,10 @@ _CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 
 
 class ContextStream:
-    """An event after all work of the CUDA context, with cuCtxRecordEvent of drivers from 12.5 on.
+    """The substitute: records an event after all work of the CUDA context. Needs a driver of CUDA 12.5 or later.
 
-    The event waits for the work of all streams, including the engine's. Ranks whose process sets overlap may enqueue
-    work in different orders, and would wait for each other. So this stream serves only collectives of all ranks.
+    The event also waits for the engine's earlier collectives. If process sets overlap, ranks may enqueue collectives in
+    different orders and would wait for each other. So the substitute serves only collectives of all ranks.
     """
 
     def __init__(self, device: "Device", where: str):
@@ -56,7 +56,7 @@ class ContextStream:
 
 
 class _Handler:
-    """The target of a custom call that asks XLA for the stream of the call."""
+    """The Python object that a custom call of XLA calls: it stores the address of XLA's stream in `pointer`."""
 
     pointer = 0
 
@@ -65,7 +65,7 @@ class _Handler:
 
 
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
-    """TensorFlow's own stream, which XLA passes to a handler that a small compiled function calls."""
+    """Return TensorFlow's stream, by a call of a compiled function. Raises EngineError before TensorFlow 2.21."""
     if ffi.api() is None:
         raise EngineError(f"TensorFlow {tf.__version__} hides its stream (2.21 does not)")
     handler = _Handler()
@@ -96,7 +96,7 @@ _finding = threading.Lock()
 def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
     """Return the compute stream of TensorFlow's GPU `where`, or its substitute; None if neither can be used.
 
-    The first call for a GPU checks both, and may log a warning.
+    The first call for a GPU tests the stream and, if that fails, the substitute. It may log a warning.
     """
     current = runtime.current()
     found = _found.get(current)
@@ -133,7 +133,7 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
 
 def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", where: str,
              reasons: list[str]) -> RecordedStream | None:
-    """A stream that has passed the check; None, with one more of `reasons`, if this way does not work."""
+    """Return the stream of `way` if it passes the check. If not, add the reason to `reasons` and return None."""
     try:
         with device.current():
             stream = way(device, where)
@@ -145,7 +145,7 @@ def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", w
 
 
 def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Prove that TensorFlow reads memory only after an event that its `stream` waits for, or raise EngineError."""
+    """Raise EngineError unless a test shows that TensorFlow's work waits for an event that `stream` waits for."""
     nbytes = device.checked_bytes
     scratch = device.scratch(nbytes)
     if scratch is None:
@@ -169,7 +169,7 @@ def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
 
 
 def check(stream: RecordedStream, device: "Device", where: str) -> None:
-    """Prove that a stream reads a tensor only after an event of TensorFlow's `stream`, or raise EngineError."""
+    """Raise EngineError unless a test shows that an event in `stream` comes after TensorFlow's earlier work."""
     ordered, unordered, memory = device.stream(), device.stream(), device.pinned(8)
     started = itertools.count(secrets.randbits(16))
 

@@ -1,4 +1,4 @@
-"""What the nodes of a graph submit: a collective with its arrays, under a name for this execution."""
+"""What the nodes of a graph submit to the engine: a collective with its arrays, under the name for one execution."""
 
 import dataclasses
 import functools
@@ -45,12 +45,12 @@ class Submission(NamedTuple):
 
 
 class CollectiveCallSite(CallSite):
-    """A collective in a graph: makes the submission of each execution. Several executions may be in flight.
+    """A node with a collective: makes a Submission for each execution. Several executions may be in flight at once.
 
     Args:
-        make_request: Must not refer to the graph.
-        execution: The execution that the collective belongs to; None: its number is not needed.
-        in_session: Distinguishes the executions in the graph of a session; None: not in the graph of a session.
+        make_request: Makes the engine's request from the arrays. It must not refer to the graph.
+        execution: The execution of the function with the node; None: its number is not needed.
+        in_session: Distinguishes the executions of a node in a session's graph; None in other graphs.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest,
@@ -67,7 +67,7 @@ class CollectiveCallSite(CallSite):
         return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
     def host_submission(self, inputs: Sequence[np.ndarray]) -> Submission:
-        """As `submission`, for inputs on the host: the arrays, and in a gradient the number of the execution."""
+        """Return the collective of a node on the CPU. In a gradient the last input is the number of the execution."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
@@ -80,8 +80,8 @@ class CollectiveCallSite(CallSite):
         """Return the collective to submit.
 
         Args:
-            past: In a gradient, the number of its function's execution; in a session, the suffix of this execution.
-            fetched: Returns copies of the tensors on the host; None: `arrays` are on the host.
+            past: In a gradient, the number of the forward function's execution; in a session, the name's suffix.
+            fetched: Copies the arrays to the host for the observer; None: the arrays are on the host.
         """
         thread = self.thread
         if self._observer is not None:
@@ -101,9 +101,9 @@ class CollectiveCallSite(CallSite):
 
 
 class AsyncCallSite(CollectiveCallSite):
-    """A collective whose node is the asynchronous operation; the target of the node (see kernel.py).
+    """The target of a node of the asynchronous operation (see kernel.py): the Python object that the node calls.
 
-    `first`: The index of the first of the tensors among the inputs of the node.
+    `first`: The index of `tensors[0]` among the inputs of the node.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
@@ -114,11 +114,11 @@ class AsyncCallSite(CollectiveCallSite):
 
     def submit(self, call: Call, arrays: Submitted, fetched: Callable[[], Sequence[np.ndarray]] | None = None,
                kinds: Sequence[int] = ()) -> None:
-        """Submit the collective of a call. When the collective is complete, the call is completed.
+        """Submit the collective of `call`, and return. When the collective is complete, the engine completes `call`.
 
         Args:
             arrays, fetched: As for `submission`.
-            kinds: TensorFlow's numbers of the dtypes of results on the host; () if the results are in the outputs.
+            kinds: TensorFlow's number for the dtype of each result in host memory; (): the engine fills the outputs.
         """
         past: int | str | None = call.number(1) if self._has_past else None  # Never in a session.
         if self._in_session is not None:
@@ -131,7 +131,7 @@ class AsyncCallSite(CollectiveCallSite):
 
 
 def _end(ended: Sequence[tuple[Call, Handle, Sequence[int]]]) -> None:
-    """Complete the calls of handles that are done. Called by the engine's thread."""
+    """Complete the calls whose collectives have ended, or fail them. The engine's thread calls this function."""
     for call, handle, kinds in ended:
         try:
             results = handle.wait()
@@ -155,9 +155,9 @@ _counts: "weakref.WeakKeyDictionary[tf.Graph, itertools.count]" = weakref.WeakKe
 
 
 def call_number() -> tf.Tensor | None:
-    """The number of this call of the function that is being traced, in the current graph; None outside of functions.
+    """Return, as a tensor, the number of the current call of the traced function; None outside of functions.
 
-    In the graph of a session only.
+    Only for functions in the graph of a session.
     """
     function = enclosing_function()
     if not function.building_function:
@@ -169,11 +169,10 @@ def call_number() -> tf.Tensor | None:
 
 
 def _next_call() -> tf.Tensor:
-    """The number of a call that is being added to the current graph; in a loop, a new number for each iteration.
+    """Return the number of a function call that is being added to the current graph.
 
-    TensorFlow may not inline the function into the graph. Then it does not tell the function's kernels the iteration.
-
-    Raises InvalidRequestError: The call is in a loop of TensorFlow 1, whose iterations are not known.
+    In a loop each iteration has its own number, because a kernel in a function that is not inlined into the graph
+    cannot ask TensorFlow for the iteration. Raises InvalidRequestError: The call is in a loop of TensorFlow 1.
     """
     graph = tf.compat.v1.get_default_graph()
     parts = [tf.constant(next(_counts.setdefault(session_graph(), itertools.count(1))), tf.int64)]
@@ -197,7 +196,7 @@ def _next_call() -> tf.Tensor:
 
 
 def _loops_of_v1(graph: tf.Graph) -> int:
-    """The number of loops of TensorFlow 1's control flow around an operation that is being added to a graph."""
+    """Return how many loops of TensorFlow 1's control flow are around an operation that is being added to a graph."""
     context, count = graph._get_control_flow_context(), 0
     while context is not None:
         count += context.IsWhileContext()
@@ -206,12 +205,12 @@ def _loops_of_v1(graph: tf.Graph) -> int:
 
 
 class Executions:
-    """The executions of a node that is being made in the current graph. `seen`: The suffixes of the executions so far.
+    """Distinguishes the executions of a node in a session's graph. `seen`: The suffixes of its executions so far.
 
-    TensorFlow starts iterations of a loop, and calls of one function, before earlier ones are complete, in another
-    order on each rank. TensorFlow tells the kernel the iteration. A function gets the number of its call, which is
-    created when the call is added to the graph, and passed on to the functions that it calls in turn. Iteration and
-    number are the same on all ranks, and become a part of the name.
+    TensorFlow may start an iteration of a loop, or a call of a function, before earlier ones are complete, and the
+    order may differ between ranks. So the name of an execution ends with the iteration and with the number of the call.
+    TensorFlow tells the kernel the iteration. A call gets its number when it is added to the graph, and passes it to
+    the function. Iteration and number are the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -227,7 +226,7 @@ class Executions:
             graph = graph.outer_graph
 
     def suffix(self, call: Call) -> str:
-        """The suffix of the name of this execution; "" if a run executes the node once."""
+        """Return the suffix for the name of this execution; "" if a run of the session executes the node only once."""
         parts = [str(call.number(1))] if self._is_in_function else []
         loop, iteration = call.iteration if self._loops or self._is_in_function else (0, 0)
         if loop:

@@ -1,16 +1,15 @@
-"""Observes calls of graphs from Python: their thread and their end, which the nodes of a graph do not see.
+"""Observes calls of graphs from Python: which thread calls, and whether the call fails. Nodes cannot see either.
 
-A node that submits has a `CallSite`. When Python calls a function, all sites in it learn the thread, which is a part of
-made names. So made names do not depend on where the function was traced, and two threads may run functions of one name
-at the same time. One function in two threads at once is an error, because its nodes have no order then.
+Each node that submits a collective has a `CallSite`. When Python calls a tf.function, all sites in the function learn
+the calling thread, which is a part of the names that names.py makes. So two threads may run different functions of the
+same name at the same time. Two threads that run one function at the same time get an error: its nodes have no order.
 
-If the call ends in an error, the engines of the sites are told. Then collectives of a later execution do not match
-those that this execution has submitted on other ranks: see TensorQueue.
+If the call ends in an error, the engine of each site counts a failed execution. The count is a part of later requests.
+So collectives of later executions do not match those of the failed execution on other ranks (see TensorQueue).
 
-TensorFlow has no hook for calls. Every call of a graph from Python goes through AtomicFunction.call_flat, which is
-replaced here:
+TensorFlow has no hook for calls. Every call of a graph from Python goes through AtomicFunction.call_flat, which this
+module replaces. Only in asynchronous execution (set_synchronous_execution(False)) are errors raised elsewhere.
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python/eager/polymorphic_function/atomic_function.py#L219
-Only asynchronous execution (set_synchronous_execution(False)) raises an error of a function elsewhere.
 """
 
 import functools
@@ -35,7 +34,7 @@ from .tf_errors import as_tf_error
 class CallSite:
     """A node of a graph that submits a collective. `name`: The name of the collective, without the thread.
 
-    A site lives as long as the graph (see host_call), and must not refer to the graph.
+    The graph keeps the site alive. The site must not refer to the graph: then neither would ever be freed.
     """
 
     origin: Origin  # The node.
@@ -53,7 +52,7 @@ class CallSite:
         self.running: list[int] = []
 
     def belongs_to(self, submit: tf.Operation) -> None:
-        """Register the node of this site, a callback or a custom call of XLA."""
+        """Register `submit` as the node of this site."""
         graph = weakref.ref(tf.compat.v1.get_default_graph())
         self.origin = Origin(functools.partial(_place_of, submit.name, graph),
                              self.is_in_order and names.is_in_order(self.name))
@@ -63,7 +62,7 @@ class CallSite:
         """Called before a session runs the node."""
 
     def all_names(self) -> set[str]:
-        """The names of the collectives that the node may have submitted in the latest call."""
+        """Return the names of all collectives that the node may have submitted in the latest call of the graph."""
         return {self.thread + self.name}
 
 
@@ -72,7 +71,7 @@ _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictio
 
 
 def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
-    """The key of a node in `_sites`; b"" for nodes that are not there."""
+    """Return the key by which `_sites` finds the site of a node; b"" if the node has no key."""
     for name in ("token", _SITE_ATTRIBUTE):
         if name in node.attr:
             return bytes(node.attr[name].s)
@@ -80,12 +79,12 @@ def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
 
 
 def set_key(node: tf.Operation, number: int) -> None:
-    """Give a node that calls the target with this number a key in `_sites`. The key of a callback is its token."""
+    """Set the key by which `_sites` finds a node's site to the number of its target. Callbacks have a token instead."""
     set_node_attribute(node, _SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
 
 
 def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
-    """Where the user's code has made a node of a graph: file, line and function."""
+    """Return the place in the user's code that made a node of a graph: file, line and function."""
     found = graph()
     if found is None:
         return f"the node {node}"
@@ -95,7 +94,7 @@ def _place_of(node: str, graph: "weakref.ref[tf.Graph]") -> str:
 
 
 def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
-    """The sites in a function and in all functions that it calls."""
+    """Return the sites in a function and in all functions that it calls."""
     def nodes_of(name: str) -> Iterable[tf.compat.v1.NodeDef]:
         with suppress(tf.errors.NotFoundError):  # A function of a dataset that the runtime has made.
             return function._bound_context.get_function_def(name).node_def
@@ -106,7 +105,7 @@ def _sites_in(function: AtomicFunction) -> tuple[CallSite, ...]:
 
 def sites_among(nodes: Iterable[tf.compat.v1.NodeDef], nodes_of: Callable[[str], Iterable[tf.compat.v1.NodeDef]]
                 ) -> tuple[CallSite, ...]:
-    """The sites of nodes and of all functions that they call. `nodes_of` returns the nodes of a function, if any."""
+    """Return the sites of `nodes`, and of all functions that they call. `nodes_of(name)` returns a function's nodes."""
     found: dict[CallSite, None] = {}
     todo, seen = [nodes], {""}
     while todo:
@@ -137,9 +136,9 @@ def _observed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: object) -> Any:
-    """Return `call(*args)`, which runs a graph with these sites in this thread.
+    """Return `call(*args)`, which runs a graph with these sites in this thread. The engines count a failed call.
 
-    Raises RanksLostError: Ranks were lost meanwhile.
+    Raises RanksLostError: Ranks were lost during the call.
     """
     try:
         _enter(sites)
@@ -155,9 +154,9 @@ def observed_call(sites: Sequence[CallSite], call: Callable[..., Any], *args: ob
 
 
 def _enter(sites: Sequence[CallSite]) -> None:
-    """Record that a call of this thread begins.
+    """Record that this thread begins a call of a graph with these sites.
 
-    Raises InvalidRequestError: Another thread runs one of the nodes; or as names.prefix.
+    Raises InvalidRequestError: Another thread is running one of these nodes; or `names.prefix` raises it.
     """
     needs_name = False
     for site in sites:
@@ -173,7 +172,7 @@ def _enter(sites: Sequence[CallSite]) -> None:
 
 
 def _leave(sites: Sequence[CallSite]) -> None:
-    """Record that a call of this thread has ended. Raises the exception of a signal handler during the call."""
+    """Record that this thread's call has ended. Raise the exception that a signal handler raised during the call."""
     thread, late = threading.get_ident(), None
     for site in sites:
         if thread in site.running:

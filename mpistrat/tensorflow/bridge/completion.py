@@ -1,16 +1,16 @@
 """Completion queues: the engine's thread wakes nodes of running graphs through TensorFlow queues.
 
-TensorFlow's dequeue kernel is asynchronous, so a waiting node blocks no thread. Each wait has its own queue. One queue
-for all executions of a call site would be wrong: if TensorFlow cancels an execution because of an error elsewhere in
-its graph, the element stays in the queue, and the next execution would continue before its collective is complete.
+TensorFlow's dequeue kernel is asynchronous, so a node that waits for an element blocks no thread. Each execution of a
+collective waits on a queue of its own. One queue for all executions of a collective would be wrong: if TensorFlow
+cancels an execution because of an error elsewhere in the graph, the element stays in the queue, and the next execution
+would read it before its own collective is complete. A queue is used again when no execution can read it any more.
 
-A graph captures no queue. The callback that starts a wait returns a ticket, which contains the queue's handle as a
-string. So the gradient of a branch or a loop, which can capture nothing, waits like any other graph. The number of
-queues is the largest number of collectives that were ever in flight at the same time.
+No graph captures a queue. The callback that starts a wait returns a *ticket*: arrays that contain the queue's handle as
+a string. So collectives can also wait in the gradient of a branch or a loop, which cannot capture anything.
 
-A wait ends when its result is fetched. Some results are never fetched: the execution was cancelled, or does not use
-them. The reference count of the ticket's memory, which TensorFlow does not copy, shows when a wait is abandoned: while
-a reference exists, a node may still read the ticket or the queue.
+A wait ends when the result is fetched. A wait is *abandoned* if its result is never fetched, because the execution was
+cancelled or does not use the result. The reference count of the ticket's memory shows that a wait is abandoned, because
+TensorFlow does not copy this memory: as long as a reference exists, a node may still read the ticket or the queue.
 """
 
 import itertools
@@ -38,7 +38,7 @@ _instances = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class _PendingWait:
-    """A wait, from the ticket to the fetch of the result."""
+    """A wait for one result, from the creation of the ticket to the fetch of the result."""
 
     queue: tf.Tensor
     handle: Handle
@@ -68,7 +68,7 @@ class _Slot:
         return sys.getrefcount(ticket) + sys.getrefcount(count) + sys.getrefcount(ticket.base)
 
     def begin(self, handle: Handle, execution: int) -> tuple[Arrays, _PendingWait]:
-        """Start a wait; return its ticket, and the wait. The callback must return these arrays, not copies."""
+        """Start a wait; return its ticket and the wait. The graph must get the ticket's own arrays, not copies."""
         if self._references() != self._idle:
             self._renew()  # A tensor of an earlier execution still refers to the memory.
         self._ticket[0][...] = execution * _QUEUES + self.number
@@ -76,7 +76,7 @@ class _Slot:
         return self._ticket.copy(), self.wait  # The list's own references keep `is_abandoned` false.
 
     def is_abandoned(self) -> bool:
-        """Whether no node can fetch the result, and the queue will be neither written nor read any more."""
+        """Whether no node can fetch the result any more, and nothing will write to or read from the queue."""
         wait = self.wait
         assert wait is not None
         return wait.is_woken and self._references() == self._idle
@@ -96,7 +96,7 @@ class CompletionQueues:
         self._done: Arrays = []
 
     def prepare(self) -> None:
-        """Create the queues that all waits share. Called when a graph is traced, so that no step has to create them."""
+        """Create the first queues and the functions that write to them. Called during tracing, not in a step."""
         with self._lock:
             if self._enqueues:
                 return
@@ -107,7 +107,7 @@ class CompletionQueues:
             self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """The ticket of a collective that is already complete: its number is negative, and no queue is read."""
+        """Return a ticket for a collective that is already complete: a negative number, and no element to read."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
@@ -119,9 +119,9 @@ class CompletionQueues:
         self._free += self._slots[-COMPLETION_QUEUES_MADE:]
 
     def ticket_for(self, handle: Handle, execution: int = 0) -> Arrays:
-        """A ticket for the result of a collective. The callback must return these arrays, not copies.
+        """Return a ticket for the result of a collective. The graph must get these arrays themselves, not copies.
 
-        `execution`: The number that `execution_of` reads from the ticket, 0 or above.
+        `execution`: The number, at least 0, that `execution_of` will read from the ticket.
         """
         with self._lock:
             if self._taken:
@@ -137,7 +137,7 @@ class CompletionQueues:
         return ticket
 
     def _reclaim(self, count: int) -> None:
-        """Check the `count` waits that were started or checked the longest ago; free the slots of abandoned waits."""
+        """Check the `count` waits that were not checked for the longest time; free the queues of abandoned waits."""
         for _ in range(min(count, len(self._taken))):
             number, slot = next(iter(self._taken.items()))
             if not slot.is_abandoned():
@@ -163,7 +163,7 @@ class CompletionQueues:
             wait.is_woken = True
 
     def redeem(self, ticket: int) -> Handle:
-        """End the wait; return the handle of its collective."""
+        """End the wait of the ticket with this number; return the handle of its collective."""
         with self._lock:
             slot = self._taken.pop(ticket % _QUEUES)
             wait, slot.wait = slot.wait, None
@@ -176,7 +176,7 @@ COMPLETIONS = CompletionQueues()  # for all graphs in this process
 
 
 def _enqueue_to(count: int) -> tf.types.experimental.ConcreteFunction:
-    """A function that writes an element to `count` queues."""
+    """Return a function that writes an element to each of `count` queues."""
     signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([], tf.resource)] * count]
 
     @tf.function(autograph=False, input_signature=signature)
@@ -188,27 +188,27 @@ def _enqueue_to(count: int) -> tf.types.experimental.ConcreteFunction:
 
 
 def _run_here(function: tf.types.experimental.ConcreteFunction, inputs: list[tf.Tensor]) -> None:
-    """Run a concrete function without results in this thread only.
+    """Run a concrete function that has no results, with all of its nodes in this thread.
 
-    A plain call would run its nodes in the inter-op threads, and all of those may be waiting for this thread. One
-    operation for many queues releases Python's lock once, and the woken nodes run meanwhile. Waking them one by one
-    costs two switches of threads each, 150 us, because both sides contend for the lock.
+    A plain call would use TensorFlow's inter-op threads, and all of these may be waiting for this thread. One function
+    writes to many queues, because it releases Python's lock only once. Writing to the queues one by one would cost two
+    thread switches for each, 150 us, because the node that wakes up contends for the lock with this thread.
     """
     with tf.device("CPU:0"):
         tf.raw_ops.StatefulPartitionedCall(args=inputs, Tout=[], f=function, executor_type="SINGLE_THREADED_EXECUTOR")
 
 
 def execution_of(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: the number of the execution that `ticket` belongs to."""
+    """Return, as a tensor of the graph, the number of the execution that `ticket` belongs to."""
     return tf.where(ticket[0] < 0, tf.bitwise.invert(ticket[0]), ticket[0] // _QUEUES)
 
 
 def awaited(ticket: list[tf.Tensor]) -> tf.Tensor:
-    """In a graph: wait until the collective is complete. Returns the dequeued elements, int64 zeros.
+    """Add the node that waits for the collective of `ticket`. Returns the dequeued elements, int64 zeros.
 
-    The fetch, the op that returns the results, must depend directly on this tensor, by an input or a control
-    dependency: TensorFlow's optimizer could remove a node between the two. The other input of the fetch, ticket[0],
-    keeps the ticket in memory. So does ticket[1], as an input of the dequeue, even if the result is never fetched.
+    The fetch, which is the node that returns the results, must depend on this tensor directly, by an input or a control
+    dependency. TensorFlow's optimizer could remove a node between the two. The fetch also has the input ticket[0], and
+    the dequeue has the input ticket[1]. These inputs keep the memory of the ticket alive until both nodes have run.
     """
     queue = tf.io.parse_tensor(ticket[2], tf.resource)
     return tf.raw_ops.QueueDequeueManyV2(handle=queue, n=ticket[1], component_types=[tf.int64])[0]

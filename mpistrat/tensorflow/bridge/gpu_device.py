@@ -1,4 +1,4 @@
-"""This rank's GPU, by TensorFlow's names of devices."""
+"""Finds this rank's GPU by TensorFlow's name of the device."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,15 +20,15 @@ _problems: "WeakKeyDictionary[Job, str]" = WeakKeyDictionary()
 
 
 def device_at(where: str) -> "Device":
-    """Return this rank's GPU. `where` is TensorFlow's name of the GPU. Raises as `api.tensors.this_ranks_gpu`."""
+    """Return this rank's GPU, which TensorFlow calls `where`. Raises the errors of `api.tensors.this_ranks_gpu`."""
     return this_ranks_gpu(cuda_number(where))
 
 
 def why_no_gpu(where: str) -> str:
-    """Open TensorFlow's GPU `where` ("": no GPU), and return why the engine cannot use it; "" if it can.
+    """Return why the engine cannot use TensorFlow's GPU `where`, or "" if it can. Raises as device_at.
 
-    cupy may be importable although it cannot use the driver, or the GPU is full or reserved by another process. Raises
-    as device_at.
+    The first call opens the GPU. This fails if cupy is missing or cannot use the driver, or if the GPU is full or
+    reserved by another process. If `where` is "", no GPU is opened: only an already known problem is returned.
     """
     if why_no_cupy():
         return f"cupy is missing: {why_no_cupy()}"
@@ -48,9 +48,9 @@ def why_no_gpu(where: str) -> str:
 def cuda_number(where: str) -> int:
     """Return the CUDA device number of TensorFlow's logical GPU `where`.
 
-    TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical GPU, or the number
-    that the script has configured. Logical GPUs follow the order of the physical GPUs, not that of set_visible_devices
-    (`_compute_device_options` in TensorFlow's eager/context.py).
+    TensorFlow numbers physical GPUs as CUDA does. It makes one logical GPU of each visible physical GPU, or as many as
+    the script has configured. The logical GPUs are in the order of the physical GPUs, not in the order of the argument
+    of set_visible_devices (see `_compute_device_options` in TensorFlow's eager/context.py).
     """
     physical, visible = tf.config.list_physical_devices("GPU"), tf.config.get_visible_devices("GPU")
     logical = [i for i, gpu in enumerate(physical) if gpu in visible
@@ -60,7 +60,7 @@ def cuda_number(where: str) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether TensorFlow uses a GPU. A script may hide GPUs until TensorFlow has begun to use them."""
+    """Return whether TensorFlow uses a GPU. A script may change this until TensorFlow has begun to use its devices."""
     return _has_gpu() if context()._initialized else bool(tf.config.get_visible_devices("GPU"))
 
 

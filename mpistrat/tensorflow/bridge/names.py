@@ -1,23 +1,23 @@
-"""Names of collectives: this module makes all names that users do not give.
+"""Names of collectives: this module makes the name of each collective that the user does not name.
 
-The ranks match collectives by name. A name that is made here has only parts that the program determines:
+The ranks match collectives by name. A *made* name consists only of parts that the program determines:
 
-- the thread that runs the collective, if it is not the main thread: the name that the user gave it, or the function
-  that the thread runs. In a graph it is put before the name when Python calls the graph (see `bridge.calls`);
-- in a graph the Python function whose trace contains the collective, as `step()`. It is the innermost one, because
-  TensorFlow uses one trace of an inner function in several outer ones;
-- the operation, and in a graph its number in that function with its branches and loops, counted per process set.
+- the thread, if it is not the main thread: the name that the user gave to the thread, or the function that the thread
+  runs. The name of a collective in a graph gets this part when Python calls the graph (see `bridge.calls`);
+- in a graph, the Python function whose trace contains the collective, as `step()`. It is the innermost tf.function,
+  because TensorFlow uses one trace of an inner function in several outer functions;
+- the operation. In a graph, also its number in the function with its branches and loops, counted for each process set.
 
-So a name does not depend on what else a process has built or traced: it has no name or number of a tensor, a layer or a
-model, and no number of a trace. An optimizer has a name of its own, so that several threads may train. Names that users
-give stay as they are, as in Horovod with the name scope around them.
+So a name does not depend on what else a process has built or traced. It contains no name or number of a tensor, a layer
+or a model, and no number of a trace. Each optimizer has its own name, so that several threads may train. Names that
+users give are kept. In a graph they get the name scope as a prefix, as in Horovod.
 
 Within a thread, collectives of one name are matched in the order of the program, which `bridge.program_order` keeps.
 Between threads there is no order. So two threads that the ranks cannot tell apart must not use made names, and two
 threads must not run one function at the same time.
 
-An execution of a graph that ends in an error breaks that order. Requests have the number of such executions, so that
-requests of different executions do not match: see `engine.queue`.
+An execution of a graph that ends in an error breaks that order, because some of its collectives are not submitted. So
+each request contains the number of failed executions, and requests of different executions do not match (engine.queue).
 """
 
 import gc
@@ -50,7 +50,7 @@ _counters: "weakref.WeakKeyDictionary[tf.Graph, Counter[tuple[str, int]]]" = wea
 
 
 def eager(operation: str, process_set: int = 0) -> str:
-    """The name of an eager collective of this thread. `operation`: The purpose of the collective. Local.
+    """Return the name of an eager collective of this thread. `operation`: The purpose of the collective. Local.
 
     Raises InvalidRequestError: This process has another thread that the ranks cannot distinguish from this one, and the
     collective is for all ranks.
@@ -59,16 +59,16 @@ def eager(operation: str, process_set: int = 0) -> str:
 
 
 def made(operation: str, process_set: int = 0) -> str:
-    """As `eager`; in a graph the name of a collective of the function that is being traced, without the thread."""
+    """Return `eager(...)` in eager code, and in a graph "<traced function>()/<operation>", which has no thread."""
     return eager(operation, process_set) if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}"
 
 
 def of(owner: str, process_set: int = 0) -> str:
-    """The name of a collective that belongs to a named owner: an optimizer, or a collective with a gradient.
+    """Return a name for a collective of `owner`, which is the name of an optimizer, an operation or a collective.
 
-    The name is `owner`. In a graph, the second collective of the function and later ones get a number, because a
-    function does not wait for a collective before it submits the next. Each process set has a separate count, since
-    ranks that are not in the set do not trace its collectives.
+    The result is `owner`. If a function has several collectives of one owner, the second and later names get a number,
+    because a function does not wait for a collective before it submits the next. Each process set has its own numbers,
+    since ranks that are not in the set do not trace its collectives.
     """
     if tf.executing_eagerly():
         return owner
@@ -79,12 +79,12 @@ def of(owner: str, process_set: int = 0) -> str:
 
 
 def of_gradient(name: str, process_set: int) -> str:
-    """The name of the collective in the gradient of the collective `name`; in a graph, a new name at each call."""
+    """Return a name for the collective that computes the gradient of `name`; in a graph a new name at each call."""
     return of(f"{name}/gradient", process_set)
 
 
 def given(name: str, ignore_name_scope: bool) -> str:
-    """The name of a collective with a user-defined `name`; in a graph a new name at each call, with the name scope."""
+    """Return the user's `name`. In a graph, add the name scope unless it is ignored, and a number if it is taken."""
     if tf.executing_eagerly():
         return name
     unique = tf.compat.v1.get_default_graph().unique_name(re.sub("[^a-zA-Z0-9_]", "_", name))
@@ -92,20 +92,20 @@ def given(name: str, ignore_name_scope: bool) -> str:
 
 
 def is_made(name: str) -> bool:
-    """Whether a name in a graph comes from `made`, and not from a user or an optimizer."""
+    """Return whether the name of a collective in a graph comes from `made`, not from a user or an optimizer."""
     return "()/" in name
 
 
 def is_in_order(name: str) -> bool:
-    """Whether every rank submits the collectives of this name in graphs in program order. True for made names only.
+    """Return whether graphs submit the collectives of this name in program order on all ranks.
 
-    False in the gradient of a function: the names of its collectives differ by the number of the execution.
+    True for made names, except in the gradient of a function, where names contain the number of the execution instead.
     """
     return "()/" in name and not name.startswith(_GRADIENT_OF)
 
 
 def _title() -> str:
-    """The part of names for the function that is being traced: `step()`, `gradient of step()`, or `session()`."""
+    """Return the part of names that stands for the traced function: `step()`, `gradient of step()` or `session()`."""
     name = getattr(enclosing_function(), "name", "session")  # A graph of a session has none.
     gradient = _GRADIENT.fullmatch(name)
     return f"{_GRADIENT_OF}{gradient[1]}()" if gradient else f"{name}()"
@@ -115,11 +115,11 @@ def _title() -> str:
 
 
 class OptimizerName:
-    """The name of an optimizer: its number among those that its thread has made for its process set.
+    """The name of an optimizer. It contains the number of the optimizer among those of its thread and process set.
 
-    Optimizers get their numbers when the first of them averages. So an optimizer that only one rank has created, and
-    deleted before, gets no number. A copy is numbered among the copies of its `original`, so that a copy on one rank
-    only does not change the names of other optimizers.
+    All existing optimizers get their numbers when the first of them averages gradients. So an optimizer that is deleted
+    before then gets no number, and need not exist on all ranks. A copy is numbered among the copies of its `original`.
+    So a copy that exists on one rank only does not change the names of other optimizers.
     """
 
     def __init__(self, process_set: int, original: "OptimizerName | None" = None):
@@ -134,14 +134,14 @@ class OptimizerName:
             self._number = next(original._copies)
 
     def __reduce__(self) -> Any:
-        """pickle and copy store the place, and look the name up by its place."""
+        """Make pickle and copy store only `place`, the number by which `_at` finds this object again."""
         return _at, (self.place, self._process_set)
 
     def __call__(self) -> str:
-        """Return the name. Called when the optimizer averages.
+        """Return the name. Called when the optimizer averages gradients.
 
-        Raises InvalidRequestError: The optimizer was not made in the main thread, and another thread, which the ranks
-        cannot distinguish from this one, may have made it.
+        Raises InvalidRequestError: This thread or another one has made the optimizer, and the ranks cannot distinguish
+        the two threads.
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"
@@ -160,12 +160,12 @@ class OptimizerName:
 
 
 def _at(place: int, process_set: int) -> OptimizerName:
-    """Return the name with this place, or a new name in a process that does not have the place."""
+    """Return the OptimizerName that has this place in this process, or a new one in a process without the place."""
     return _by_place.get(place) or OptimizerName(process_set)
 
 
 def _run_of(process_set: int) -> int:
-    """A number that distinguishes process sets of different calls of init(), which reuse ids; 0 for all ranks."""
+    """Return a number that differs for each init(), which reuses ids of process sets; 0 for the set of all ranks."""
     if process_set == 0 or not runtime.is_initialized():
         return 0
     return _runs.setdefault(runtime.current(), next(_run_numbers))
@@ -195,9 +195,9 @@ _MAIN = threading.main_thread().ident
 def prefix(is_exclusive: bool = False) -> str:
     """Return what the names of this thread's collectives begin with: "" in the main thread, elsewhere "<thread>/".
 
-    `is_exclusive`: Whether the process set is not that of all ranks. Then other threads are not checked.
+    `is_exclusive`: Whether the collective is for a process set, not for all ranks. If so, there is no error.
 
-    Raises InvalidRequestError: As `eager`. In a job of several ranks, the error also ends the engine.
+    Raises InvalidRequestError: As `eager`. In a job of several ranks, the engines of all ranks end too.
     """
     if _state.space is not None:
         return _state.space
@@ -227,13 +227,13 @@ def _refuse(thread: threading.Thread, other: threading.Thread) -> NoReturn:
 
 
 def _kind_of_this_thread() -> str:
-    """The part of names that stands for this thread: empty for the main thread."""
+    """Return the part of names that stands for this thread: "" for the main thread, else its kind_of() and "/"."""
     thread = threading.current_thread()
     return "" if thread is threading.main_thread() else f"{kind_of(thread.name)}/"
 
 
 def kind_of(name: str) -> str:
-    """The name of a thread without the numbers that Python has added."""
+    """Return the name of a thread without the numbers that Python has added."""
     found = _NUMBERED.fullmatch(name)
     return "".join(part for part in found.groups() if part) if found else name
 

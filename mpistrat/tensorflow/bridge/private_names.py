@@ -1,7 +1,7 @@
-"""The private names of TensorFlow that collectives on tensors use; the modules beside this one import them from here.
+"""TensorFlow's private functions and classes that collectives use. Other modules of mpistrat import them from here.
 
-They were run with all versions of TensorFlow that `import mpistrat.tensorflow` accepts. SynchronousExecution is here
-since it calls TensorFlow's C functions.
+They exist in all versions of TensorFlow that `import mpistrat.tensorflow` accepts. SynchronousExecution is in this
+module because it calls TensorFlow's C functions.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ is_compiled_by_xla = GraphOrParentsInXlaContext
 
 
 def at_each_call(function: tf.Graph, value: Callable[[], tf.Tensor], spec: tf.TensorSpec) -> tf.Tensor:
-    """A tensor in a function that gets `value()` at each call. `value` is called when the call is added to a graph.
+    """Return a placeholder in `function`. Each call of `function` that is added to a graph passes `value()` for it.
 
-    FuncGraph.capture_call_time_value does the same for functions that Python calls.
+    FuncGraph.capture_call_time_value does the same, but only for calls from Python.
     """
     placeholder: tf.Tensor = spec.placeholder_value(trace_type.InternalPlaceholderContext(function))
     value.output_spec = spec  # type: ignore[attr-defined]
@@ -49,14 +49,13 @@ is_profiled = trace.enabled if callable(trace.enabled) else lambda: trace.enable
 
 
 class SynchronousExecution:
-    """A context in which this thread runs each of its eager operations before the next statement.
+    """A context in which each eager operation of this thread is complete before the next statement runs.
 
-    After tf.config.experimental.set_synchronous_execution(False), eager operations go into the queue of the thread's
-    executor, and all threads have the same executor. In that queue, a function that waits for a collective may be ahead
-    of the operation that completes the collective or wakes the function.
+    After tf.config.experimental.set_synchronous_execution(False), the eager operations of all threads go into the queue
+    of one executor. A function that waits for a collective may be ahead of an operation that the collective needs. Then
+    neither would ever end.
 
-    TensorFlow's executor_scope does not work here: it wraps the thread's executor in an object that waits for the whole
-    queue when it is deleted.
+    TensorFlow's executor_scope cannot be used: it makes an object that waits for the whole queue when it is deleted.
     """
 
     __slots__ = ("_previous",)
@@ -78,9 +77,9 @@ class SynchronousExecution:
 
 
 def is_asynchronous() -> bool:
-    """Whether this thread's eager operations run in the background.
+    """Return whether this thread's eager operations run in the background.
 
-    tf.config.experimental.get_synchronous_execution would wait for all of them.
+    Does not call tf.config.experimental.get_synchronous_execution, which would wait for all of these operations.
     """
     here = pywrap_tfe.TFE_ContextGetExecutorForThread(_context())
     try:
@@ -90,7 +89,7 @@ def is_asynchronous() -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context, as its C functions take it."""
+    """Return the handle of TensorFlow's eager context, for TensorFlow's C functions."""
     its = context()
     its.ensure_initialized()
     return its._handle
@@ -98,7 +97,7 @@ def _context() -> Any:
 
 @cache
 def _synchronous() -> Any:
-    """A synchronous executor, which has no queue; one for all threads."""
+    """Return a synchronous executor, which has no queue. All threads share it."""
     return pywrap_tfe.TFE_NewExecutor(False, True, 0)
 
 

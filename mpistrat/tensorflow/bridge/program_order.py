@@ -1,22 +1,22 @@
 """The token: a variable that makes TensorFlow submit collectives in program order.
 
 TensorFlow runs independent nodes in any order, and at the same time. Its automatic control dependencies keep program
-order among nodes that write to the same variable. That includes calls of functions, branches and loops, because a graph
-that captures the variable has it as an input. Callbacks are in an order of their own. So each submit is between two
-nodes that count as writes of the token: submits, and calls, branches and loops with submits, are one chain.
+order among all nodes that write to one variable. A function call, a branch or a loop is such a node if its graph
+captures the variable. A callback is not. So each callback that submits a collective is placed between two nodes that
+count as writes of the token. Thus all submits, and all calls, branches and loops with submits, are one chain.
 
-A call ends when its collectives are complete, since TensorFlow waits for the stateful nodes of a function, and the
-dequeue that awaits a collective is one of them. A submit does not wait.
+A submit does not wait for its collective. A call of a function ends when its collectives are complete, because
+TensorFlow waits for the stateful nodes of a function, and the dequeue that awaits a collective is stateful.
 
-A function that XLA compiles may touch only variables of the device that it runs on. So compiled functions on a GPU have
-a separate token. They need no order with nodes that are not compiled, in which no thread waits on a GPU.
+A function that XLA compiles may use only variables of its own device. So compiled functions on a GPU have a separate
+token. They need no order with GPU nodes outside of compiled functions, because no thread waits in such nodes.
 
-The gradient of a function has no token. TensorFlow adds no control dependencies there, and where such a function is
-called, as part of the gradient of a branch or a loop, nothing can be captured. There the names of collectives contain
+The gradient of a function has no token. TensorFlow adds no control dependencies there. Where the gradient of a branch
+or a loop calls such a function, nothing can be captured. Instead, the names of the collectives in the gradient contain
 the number of an execution, see `Execution`.
 
-The gradient of a branch or a loop inside a function can capture tensors only of the graph directly around it. So a
-capture goes from graph to graph.
+The gradient of a branch or a loop in a function can capture only tensors of the graph directly around it. So each graph
+captures the token from the next outer graph.
 """
 
 import weakref
@@ -35,7 +35,7 @@ _is_inside: "weakref.WeakKeyDictionary[tf.Graph, bool]" = weakref.WeakKeyDiction
 
 
 def in_order(submit: Callable[[], list[tf.Tensor]], device: str = HOST) -> list[tf.Tensor]:
-    """Return `submit()`, which makes one node, so that the node has its place in the program order of a device."""
+    """Return `submit()`, and put the one node that it makes into the program order of `device`."""
     handle = _token(device)
     if handle is None:
         return submit()
@@ -55,7 +55,7 @@ def complete_in_order(results: list[tf.Tensor], device: str = HOST) -> None:
 
 
 def after_completed() -> AbstractContextManager[None]:
-    """A context whose nodes run after earlier results of `complete_in_order`. The nodes do not wait for each other."""
+    """Return a context: its nodes wait for the results of earlier `complete_in_order` calls, but not for each other."""
     handle = _token(HOST)
     return nullcontext() if handle is None else tf.control_dependencies([_write(handle, HOST)])
 
@@ -67,14 +67,14 @@ def _write(handle: tf.Tensor, device: str) -> tf.Operation:
 
 
 def _token(device: str) -> tf.Tensor | None:
-    """The token's handle as a tensor of the current graph; None in the gradient of a function."""
+    """Return the token's handle as a tensor of the current graph; None in the gradient of a function."""
     return None if in_gradient() else capture_in_order(_token_on(device))
 
 
 def resource_of_name(device: str, name: str) -> list[tf.Tensor]:
-    """The resource of the nodes of a name on a device, in the current graph; [] in the gradient of a function.
+    """Return [a resource] that is an input of all nodes of this name on a device; [] in the gradient of a function.
 
-    Nothing ever reads or writes the resource. Nodes that have it as an input run one after the other.
+    Nothing reads or writes the resource. TensorFlow runs nodes with a common resource one after the other.
     """
     if in_gradient():
         return []
@@ -85,7 +85,7 @@ def resource_of_name(device: str, name: str) -> list[tf.Tensor]:
 
 
 def zero_on(device: str) -> tf.Tensor:
-    """The handle of a new variable with an int64 zero, which ends with its last handle."""
+    """Return the handle of a new int64 variable with the value 0. The variable is freed with its last handle."""
     with tf.init_scope(), tf.device(device):
         handle = _variable(device, tf.int64)  # int32 is not for GPUs.
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
@@ -106,21 +106,21 @@ def _variable(device: str, dtype: tf.DType) -> tf.Tensor:
 
 
 def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
-    """The handle of a variable as a tensor of the current graph, which is not in the gradient of a function."""
+    """Return the handle of a variable as a tensor of the current graph. Not for the gradient of a function."""
     for graph in _path_from_function(tf.compat.v1.get_default_graph()):
         handle = graph.capture(handle)
     return handle
 
 
 def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
-    """The graph of the function around `graph` (None: the traced one); `graph` itself if it is no branch or loop."""
+    """Return the function graph around `graph` if this is a branch or a loop, else `graph`. None: the current graph."""
     return _path_from_function(tf.compat.v1.get_default_graph() if graph is None else graph)[0]
 
 
 def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """A tensor of the function that is being traced, in the current branch or loop of it; None for other tensors.
+    """Return a tensor of the traced function, captured into the current branch or loop; None for other tensors.
 
-    Eagerly: the tensor itself, if it is eager too.
+    In eager code, return an eager tensor itself, and None for other tensors.
     """
     is_eager = hasattr(tensor, "numpy")
     if tensor is None or is_eager or tf.executing_eagerly():
@@ -134,7 +134,7 @@ def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
 
 
 def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
-    """The graphs from the function's to this one, from the outside in."""
+    """Return the graphs from the enclosing function to `graph`, from the outside in."""
     path = [graph]
     while getattr(path[0], "is_control_flow_graph", False):
         path.insert(0, path[0].outer_graph)
@@ -142,14 +142,14 @@ def _path_from_function(graph: tf.Graph) -> list[tf.Graph]:
 
 
 def in_gradient() -> bool:
-    """Whether the function that is being traced is the gradient of a function."""
+    """Return whether the function that is being traced is the gradient of a function."""
     return getattr(enclosing_function(), "name", "").startswith("__backward_")
 
 
 def session_graph() -> tf.Graph | None:
-    """Return the session's graph that is being traced, also inside of its branches, loops and functions.
+    """Return the graph of a session that is being built, also while its branches, loops and functions are traced.
 
-    None: nothing is being traced, or a tf.function that Python calls is being traced.
+    None in eager code, and while a tf.function that Python calls is traced.
     """
     if tf.executing_eagerly():
         return None
@@ -167,14 +167,14 @@ def session_graph() -> tf.Graph | None:
 
 @dataclass
 class Execution:
-    """The execution of a function that the collectives being traced belong to.
+    """An execution of the traced function. Its number becomes a part of the names of collectives in the gradient.
 
-    If a function is called several times, its gradient is too, and the collectives in all calls have the same names.
-    TensorFlow runs the calls of the function in program order, but those of the gradient in any order. So a collective
-    in a graph that has a gradient returns the number of its execution. The number is the same on all ranks, because
-    they run the executions in the same order. The names of the gradient's collectives end with the number, which is
-    never reused: any number of executions of a gradient may be in flight, and the ranks may start them in different
-    orders.
+    If a function is called several times, its gradient is too, and the collectives of all calls would have the same
+    names. TensorFlow runs the calls of the function in program order, but the calls of the gradient in any order, which
+    may differ between ranks. So a differentiable collective in a graph also returns the number of the execution, and
+    the collectives in the gradient have this number at the end of their names. The number is the same on all ranks,
+    because the ranks run the executions in the same order. Numbers are never reused, so any number of gradients may be
+    in flight.
     """
 
     # A tensor of this graph, or of the graph that this is the gradient of. None until the first collective creates it.

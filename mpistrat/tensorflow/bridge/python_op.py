@@ -1,14 +1,14 @@
-"""Nodes of a graph that call Python with arrays: tf.numpy_function with less overhead and a shorter lifetime.
+"""Nodes of a graph that call Python functions with arrays: like tf.numpy_function, but faster and without its leak.
 
 On each call tf.numpy_function switches AutoGraph off and on, compares numpy versions by regular expressions, once or
-twice for each result, and converts results of any type. That takes 75 us for a node with two results; the node itself
-takes 25 us.
+twice for each result, and converts results of any type. These steps take 75 us for a node with two results. The rest of
+the call takes 25 us.
 
-A node refers to its function by a token. TensorFlow holds only a weak reference to the function behind a token, so
-another object must keep the function alive while the node can run. tf.numpy_function keeps it until the process ends.
-Here the function lives as long as the Python object of the graph that the node is in, or of a graph around this graph.
-Anything that can run the node later keeps this object alive: a ConcreteFunction, a function or gradient that calls it,
-a branch or loop made from it. The function must not refer to the graph, or neither would ever be freed.
+A node has a token, a string by which TensorFlow finds the Python function to call. TensorFlow holds only a weak
+reference to the function, so something else must keep it alive while the node can run. tf.numpy_function keeps it until
+the process ends. Here the function lives as long as the Python object of the node's graph, or of a graph around it.
+Everything that can run the node later keeps such an object alive: a ConcreteFunction, a function or gradient that calls
+it, a branch or loop made from it. The function must not refer to the graph: then neither would ever be freed.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ _thread = threading.local()
 
 
 class _Direct(EagerFunc):
-    """A function that TensorFlow calls without conversions, because of its class; in a PyFunc node, with arrays."""
+    """The function of a PyFunc node. As it is an EagerFunc, TensorFlow converts neither its arguments nor results."""
 
     def __init__(self, function: Callable[..., Arrays]):
         self._function = function
@@ -53,7 +53,7 @@ class _Direct(EagerFunc):
 
 def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
               stateful: bool) -> list[tf.Tensor]:
-    """Call `function` when the graph runs. Results are not copied if their memory is aligned to 64 bytes.
+    """Add a node that calls `function` when the graph runs. Results with 64-byte aligned memory are not copied.
 
     Args:
         function: Called with an array for each of `inputs` (a numpy scalar if it has no dimensions). Returns a
@@ -70,7 +70,7 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
 
 
 def keep_in_graph(called: object) -> None:
-    """Keep the object that a node calls alive as long as the current graph, or a graph around it, lives."""
+    """Keep `called`, an object that a node calls, alive as long as the current graph or a graph around it exists."""
     if is_asynchronous():
         _kept.append(called)
     graph = tf.compat.v1.get_default_graph()
@@ -82,7 +82,7 @@ def keep_in_graph(called: object) -> None:
 
 
 def array_at(address: int, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-    """Memory as an array, without a copy."""
+    """Return the memory at an address as an array, without a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if not nbytes:
         return np.empty(shape, dtype)
@@ -91,11 +91,11 @@ def array_at(address: int, shape: Sequence[int], dtype: np.dtype | type) -> np.n
 
 
 def keep_thread_state() -> None:
-    """Keep the Python thread state of the calling thread, one of TensorFlow's. Call it at the start of a callback.
+    """Keep the Python thread state of a TensorFlow thread until the thread ends. A callback in the thread calls this.
 
     By default Python creates a thread state, with a stack in fresh memory, when a callback starts in a thread that
     Python did not create, and frees it when the callback ends. That is about half of the cost of a callback in a graph.
-    One more PyGILState_Ensure than releases keeps the state until the thread ends.
+    This function calls PyGILState_Ensure without the matching PyGILState_Release.
     """
     if not hasattr(_thread, "is_kept"):  # A new thread state has no such attribute.
         ctypes.pythonapi.PyGILState_Ensure()
@@ -103,10 +103,10 @@ def keep_thread_state() -> None:
 
 
 class Targets(weakref.WeakValueDictionary[int, T]):
-    """The targets of one kind of node, by their numbers. A target lives as long as something else refers to it.
+    """The *targets* of one kind of node: the Python objects that the nodes call, by number. References are weak.
 
-    The first number has `bits` bits and is random: a graph that another process has saved must not find a target here.
-    `register`: Registers the code that calls targets. Called once in a process, before the first target is added.
+    The first number has `bits` bits and is random, so that a node of a graph that another process saved finds no target
+    here. `register`: Registers the code that calls targets. Called once, before the first target is added.
     """
 
     def __init__(self, bits: int, register: Callable[[], None]):
@@ -122,7 +122,7 @@ class Targets(weakref.WeakValueDictionary[int, T]):
                 self._is_registered = True
 
     def add(self, target: T) -> int:
-        """Add a target; return its number. Any thread may call it."""
+        """Add a target, and return its number. Any thread may call this."""
         self.prepare()
         number = next(self._numbers)
         self[number] = target

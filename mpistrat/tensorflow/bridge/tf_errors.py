@@ -1,4 +1,4 @@
-"""Errors of mpistrat as errors of TensorFlow, which Horovod's scripts catch. Any thread may call the functions."""
+"""Converts errors of mpistrat to errors of TensorFlow, because scripts for Horovod catch those. Thread-safe."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,9 @@ _merged: dict[type[MpistratError], type[Exception]] = {}
 
 
 def as_tf_error(error: MpistratError) -> Exception:
-    """Return `error` as an instance of its own class and of the class of tf.errors that Horovod raises.
+    """Return `error` as an instance of two classes: its own, and the class of tf.errors that Horovod would raise.
 
-    A traceback names the class as that of mpistrat.core.errors: `mpistrat run` recognizes errors of ours by this name.
+    A traceback shows the name of its own class, by which `mpistrat run` recognizes errors of mpistrat.
     """
     theirs = next((theirs for ours, theirs in _TF_ERRORS if isinstance(error, ours)), None)
     if theirs is None:
@@ -38,7 +38,7 @@ def as_tf_error(error: MpistratError) -> Exception:
 
 
 def described(error: BaseException) -> tuple[str, int]:
-    """The text of an error, and the code that makes TensorFlow raise the class of tf.errors that Horovod raises."""
+    """Return the text of an error, and the error code for which TensorFlow raises the same class as Horovod."""
     shown = as_tf_error(error) if isinstance(error, MpistratError) else error
     return f"{type(error).__name__}: {error}", getattr(shown, "error_code", tf.errors.UNKNOWN)
 

@@ -1,4 +1,4 @@
-"""Types for annotations. (TensorFlow and Keras have no type information, so mypy checks few.)"""
+"""Types for annotations. mypy can check only few of them, since TensorFlow and Keras have no type information."""
 
 from typing import Protocol, TypeAlias, TypeVar
 

@@ -1,4 +1,4 @@
-"""Reduce a list of tensors in buckets. All gradients go through `reduce_list`, each bucket as one collective."""
+"""Reduces lists of tensors in buckets, each bucket as one collective. All dense gradients go through `reduce_list`."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ from .xla_collective import Started
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How to reduce a list of tensors. All ranks have the same, except for the observer."""
+    """How to reduce a list of tensors. The specs of all ranks are equal, except for the observer."""
 
     name: str  # Identifies the collective on all ranks. Tensors reduced separately get names that begin with it.
     scaled: ScaledOp  # How to reduce.
@@ -51,7 +51,7 @@ class ReduceSpec:
     has_gradient: bool = False
 
     def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":
-        """The spec of some of these tensors. `members`: Their positions among these tensors."""
+        """Return the spec for some of its tensors. `members`: Their positions among all tensors of this spec."""
         return replace(self, name=name or self.name,
                        labels=list(map(self.labels.__getitem__, members)) if self.labels else (),
                        indices=list(map(self.indices.__getitem__, members)) if self.indices else list(members))
@@ -59,7 +59,7 @@ class ReduceSpec:
 
 @dataclass
 class GraphBucket:
-    """The tensors of one collective, as indices into the list: single tensors, and by dtype tensors to concatenate."""
+    """The tensors of one collective, as indices into a list: single tensors, and tensors to concatenate, by dtype."""
 
     single: list[int] = field(default_factory=list)
     joined: dict[tf.DType, list[int]] = field(default_factory=dict)
@@ -67,13 +67,14 @@ class GraphBucket:
 
     @property
     def order(self) -> list[int]:
-        """All indices, in the order of the bucket's results."""
+        """The indices of all tensors, in the order of the bucket's results."""
         return [*self.single, *chain.from_iterable(self.joined.values())]
 
     def layout(self, of_list: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """As in Request: the tensors in each array; () when each array is one tensor, in ascending order.
+        """Return Request.layout: for each array to submit, the indices of its tensors in the caller's list.
 
-        `of_list`: The index of each tensor in the caller's list. A result of () also means that none is left out.
+        The result is () if each array is one tensor, in ascending order, and no tensor of the list is left out.
+        `of_list`: The index of each tensor in the caller's list.
         """
         is_simple = not self.joined and self.single == sorted(self.single)
         if is_simple and list(of_list) == list(range(len(of_list))):
@@ -84,9 +85,10 @@ class GraphBucket:
 
 def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int = BUCKET_BYTES,
          first_bytes: int | None = None, small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
-    """Distribute tensors over buckets of at most `bucket_bytes`, the first of `first_bytes`, by buckets_from_last.
+    """Distribute tensors over buckets, from the last tensor to the first, as core.fusion.buckets_from_last does.
 
-    A tensor of unknown static shape is not concatenated with others, and counts as `small_bytes`.
+    A bucket has at most `bucket_bytes`, the first one at most `first_bytes`. Tensors of less than `small_bytes` are
+    concatenated. A tensor of unknown static shape is not concatenated, and counts as `small_bytes`.
     """
     known = [shape.is_fully_defined() for _, shape in tensors]
     nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
@@ -107,9 +109,9 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
 
 
 def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
-    """Reduce dense tensors over all ranks; dtypes may differ. Collective.
+    """Reduce dense tensors, which may have different dtypes, over all ranks. Collective.
 
-    Number, dtypes and shapes are the same on all ranks. In a graph with several buckets, bucket k is named `name/k`.
+    The number, dtypes and shapes must be equal on all ranks. Of several buckets, bucket k is named `<spec.name>/k`.
     """
     if not tensors:
         return []
@@ -149,10 +151,10 @@ def reduce_list(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tenso
 
 
 def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
-    """The numbers of the buckets in the order in which the backward pass computes their tensors.
+    """Return the numbers of the buckets, in the order in which the backward pass probably computes their tensors.
 
-    Buckets are submitted one after another, and layers may be called in another order than that of their variables. So
-    this rank estimates when a tensor is computed by the longest path in the graph to the tensor. Ranks may differ.
+    The order of the variables need not be the order in which layers are called. So this rank estimates when a tensor is
+    computed: by the length of the longest path in the graph to the tensor. The result may differ between ranks.
     """
     if len(buckets) < 2 or tf.executing_eagerly() or xla.is_compiled():
         return list(range(len(buckets)))
@@ -164,7 +166,7 @@ def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
 
 
 def limits_of(asked: int, device: str | None) -> tuple[int, int]:
-    """The largest sizes in bytes of a bucket and of the first bucket, the same on all ranks. `asked`: 0 is default."""
+    """Return the largest sizes of a bucket and of the first bucket, in bytes. `asked`: 0 for the default sizes."""
     job = runtime.current()
     # Between hosts, sending the data of a bucket takes longer than the overhead of a bucket.
     if not asked and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
@@ -175,7 +177,7 @@ def limits_of(asked: int, device: str | None) -> tuple[int, int]:
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
-    """Reduce the tensors of a bucket; return (index, result) pairs. `spec`: Of all tensors, with the bucket's name."""
+    """Reduce one bucket; return (index, result) pairs. `spec`: That of all `tensors`, with the name of the bucket."""
     order, layout = bucket.order, bucket.layout(spec.indices or range(len(tensors)))
     own_labels = tuple(map(spec.labels.__getitem__, order)) if spec.labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))

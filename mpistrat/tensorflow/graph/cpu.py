@@ -1,25 +1,25 @@
 """Collectives on tensors on the CPU, eager and in tf.function.
 
-Eagerly the engine gets the tensor's memory without a copy, and the calling thread waits. In a graph a collective
-becomes three nodes, none of which blocks a TensorFlow thread until other ranks are ready:
+In eager code the engine gets the memory of the tensors without a copy, and the calling thread waits. In a graph, a
+collective becomes three nodes. While other ranks are not ready, none of the nodes blocks a TensorFlow thread:
 
 1. *submit*, a callback that gives the engine views of the tensors and returns a ticket. It is stateful, because
-   TensorFlow prunes stateless nodes. Submits run in program order, see program_order.py.
-2. *await*, the dequeue of a queue that the engine writes to on completion (completion.py). It is an asynchronous
-   kernel: even with one inter-op thread, and a different order on every rank, it does not block the nodes that other
-   ranks wait for.
-3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless. TensorFlow would order a
-   stateful one before the submit of the next collective, and a loop of collectives would then wait for each in turn.
+   TensorFlow may remove stateless nodes. Submits run in program order, see program_order.py.
+2. *await*, which dequeues from a queue. The engine writes to the queue when the collective is complete (completion.py).
+   The kernel of the await is asynchronous. So even with one inter-op thread, and a different order on every rank, it
+   blocks no nodes that other ranks wait for.
+3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless. TensorFlow would run a
+   stateful fetch before the next submit, so each collective of a loop would wait for the collective before it.
 
-After the last submit of a list, or of a graph, there is nothing left to submit. So the last submit may wait itself, for
-ten milliseconds at most. A small list is usually complete by then. The submit returns its results, the await reads
-nothing from the queue, and the fetch passes the results on. (A switch of threads costs as much as reducing a megabyte;
-a branch around the other two nodes takes 7 us more than they do.)
+After the last submit of a list, or of a graph, nothing is left to submit. So the last submit itself may wait for the
+result, for at most ten milliseconds. A small list is usually complete by then. Then the submit returns the results, the
+await reads nothing from the queue, and the fetch passes the results on. This avoids a switch of threads, which costs as
+much as reducing a megabyte. (A branch that skips await and fetch would take 7 us longer than these nodes.)
 
-One asynchronous operation (async_op), as on GPUs and in sessions, could replace the three nodes. It was measured in
-turn on two ranks of a host of two cores, medians of three rounds. Averaging one tensor of 1 KB took 0.162 ms in place
-of 0.133, of 64 KB 0.177 in place of 0.152, 400 tensors of 1 KB in one call 1.2 in place of 1.35, ResNet-50's gradients
-31 in place of 26. Small tensors, of which most steps of small models consist, decided for the three nodes.
+One asynchronous operation (async_op), as on GPUs and in sessions, could replace the three nodes. Both were measured in
+turn, with two ranks on a host of two cores. Medians of three rounds, with the operation and with the nodes: 0.162 and
+0.133 ms for one tensor of 1 KB, 0.177 and 0.152 ms for 64 KB, 1.2 and 1.35 ms for 400 tensors of 1 KB in one call, 31
+and 26 ms for the gradients of ResNet-50. The nodes were chosen, because small models have mostly small tensors.
 """
 
 import weakref
@@ -53,7 +53,7 @@ class Wait(Enum):
 
 
 class _CollectiveCounter:
-    """The number of collectives in a graph so far."""
+    """Counts the collectives that have been added to a graph."""
 
     count = 0
 
@@ -67,13 +67,13 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
     """Run one collective on `tensors` and return one result for each tensor, of the same dtype. Collective.
 
     Args:
-        make_request: Called with the arrays: eagerly at once, in a graph when it runs with new shapes.
+        make_request: Called with the arrays: in eager code at once, in a graph when it runs with new shapes.
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
-        process_set: The id of the process set, which `make_request` sets too.
-        wait, observer: In a graph, whether the submit waits for the result, and what is called before the submit.
-        times_rows: In a graph that XLA compiles, where shapes must be known: the number of rows of each result, divided
-            by the number of rows of its tensor. 0: `shapes` has the number of rows.
+        process_set: The id of the process set. `make_request` must put the same id into the request.
+        wait, observer: In a graph, whether the submit waits for the result; and a function to call before the submit.
+        times_rows: For XLA, which must know all shapes: the number of rows of a result, divided by that of its tensor.
+            0: the numbers of rows are those of `shapes`.
 
     Raises:
         Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.
@@ -142,7 +142,7 @@ def _run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor],
 
 
 class _CpuCallSite(CollectiveCallSite):
-    """The callbacks of one collective in a graph."""
+    """The callbacks `submit` and `fetch` of one collective in a graph."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[tf.DType],
                  counter: _CollectiveCounter, wait: Wait, execution: Execution, observer: Observer | None):
@@ -155,7 +155,7 @@ class _CpuCallSite(CollectiveCallSite):
     def submit(self, *inputs: np.ndarray) -> Arrays:
         """Submit the collective; return a ticket for the result.
 
-        A node that may wait also returns the results, or empty arrays if the collective is not complete.
+        If the submit may wait, it also returns the results, or empty arrays if the collective is not complete.
         """
         its = self.host_submission(inputs)
         if self._wait is Wait.ALWAYS or (self._wait is Wait.IF_LAST and self._position == self._counter.count):
@@ -171,7 +171,7 @@ class _CpuCallSite(CollectiveCallSite):
 
 
 def to_array(tensor: tf.Tensor) -> np.ndarray:
-    """The memory of an eager CPU tensor as an array, without a copy where numpy has the dtype."""
+    """Return the memory of an eager CPU tensor as an array, without a copy if numpy has the dtype."""
     try:
         return np.asarray(memoryview(tensor))
     except (TypeError, BufferError, ValueError, RuntimeError, tf.errors.OpError):
@@ -179,7 +179,7 @@ def to_array(tensor: tf.Tensor) -> np.ndarray:
 
 
 def to_tensor(array: np.ndarray) -> tf.Tensor:
-    """An eager tensor over the array's memory, without a copy where TensorFlow's DLPack supports the dtype."""
+    """Return an eager tensor over the array's memory, without a copy if TensorFlow's DLPack supports the dtype."""
     # TensorFlow does not check the alignment of the memory, and some operations abort the process if it is wrong.
     is_aligned = array.ctypes.data % ALIGNMENT == 0
     # The kind of float8 is "f" too, or "V". numpy has no DLPack type for it.

@@ -1,21 +1,20 @@
 """Collectives in functions that XLA compiles: one custom call each, with all tensors of the collective.
 
-The call submits the tensors from XLA's memory and waits for the results. In a thread that other collectives may need,
-a thread of XLA or TensorFlow, the call waits for ten milliseconds at most, like the last collective of a graph that is
-not compiled (see cpu). If the collective is not complete by then, the call is completed later. So ranks that run
-several functions in different orders do not wait for each other, even where XLA has only one thread. On a GPU XLA
-cannot complete a call later, and the call waits until the collective is complete (see custom_call.GpuMemory).
+The call submits the tensors from XLA's memory and waits for the results. In a thread of XLA or TensorFlow, which other
+collectives may need, the call waits for at most ten milliseconds, like the last collective of other graphs (see cpu).
+If the collective is not complete by then, a thread of mpistrat completes the call later. So ranks that run several
+functions in different orders do not block each other, even if XLA has only one thread. On a GPU XLA cannot complete a
+call later. There the call waits until the collective is complete (see custom_call.GpuMemory).
 
-XLA runs independent operations in any order, even custom calls with side effects: XLA only does not remove or repeat
-such calls. So each call has an argument that is a result of the previous call, the *link*, which keeps the program
-order. The value of the link has no meaning. It has 64 bits, since TensorFlow has no variables of 32-bit integers on a
-GPU.
+XLA runs independent operations in any order. For custom calls with side effects, it guarantees only that none of them
+is removed or repeated. So each call has an argument that is a result of the previous call: the *link*, which keeps the
+program order. The value of the link has no meaning. It is an int64, because TensorFlow has no int32 variables on a GPU.
 
-A compiled function keeps the link in a variable, so that it goes through branches, loops and inner functions:
-TensorFlow makes the variable's value an argument and a result of all of them. Each compiled function has a variable of
-its own, for TensorFlow locks the variables that a compiled function changes until it ends, and functions in two threads
-would wait for each other. The gradient of a function can have no variable (see program_order). There the link is a
-tensor, and each branch or loop begins with a new one.
+A compiled function keeps the link in a variable. TensorFlow makes the value of the variable an argument and a result of
+each branch, loop and inner function, so the link passes through all of them. Each compiled function has its own
+variable, because TensorFlow locks the variables that a compiled function changes until the function ends. With one
+variable for all, functions in two threads would wait for each other. The gradient of a function cannot have a variable
+(see program_order). There the link is a tensor, and each branch or loop begins with a new link.
 """
 
 import math
@@ -48,11 +47,11 @@ _last: "weakref.WeakKeyDictionary[tf.Graph, str]" = weakref.WeakKeyDictionary() 
 
 
 class Started:
-    """Collectives of a list, each submitted by a call that does not wait, in a function that XLA compiles for a GPU.
+    """The collectives of one list in a function that XLA compiles for a GPU. Each has a custom call that does not wait.
 
-    After such a call XLA launches other work, while the ranks agree and reduce in the memory of the tensors. XLA knows
-    of no work outside of its stream. So each result has the memory of its tensor, and every reader of a result comes
-    after the call of `results`, which waits for all collectives and returns the same memory.
+    After such a call XLA launches other work, while the ranks agree and reduce the tensors in their own memory. XLA
+    knows nothing of work outside of its stream. So `results` adds one more call, which waits for all collectives and
+    returns the same memory. All readers of the results come after that call.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class Started:
 
     def run(self, name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor],
             shapes: Sequence[tf.TensorShape], process_set: int, observer: Observer | None = None) -> list[tf.Tensor]:
-        """As the function `run`, but the returned tensors are incomplete; `results` returns the complete ones."""
+        """As the function `run`, but the returned tensors are incomplete. Use the tensors that `results` returns."""
         results = run(name, make_request, tensors, shapes, process_set, observer, 0, self._site)
         self._results += results
         return results
@@ -81,7 +80,7 @@ class Started:
 
 
 class _Awaiting:
-    """The target of the custom call that waits for the started collectives."""
+    """The Python object of the custom call that waits for the started collectives."""
 
     dtypes: Sequence[np.dtype]  # Of the arguments and the results.
 
@@ -90,9 +89,9 @@ class _Awaiting:
         self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
 
     def finish(self, stream: RecordedStream) -> tuple[list[GpuTensors], list[Exception]]:
-        """Wait for all started collectives, since XLA frees their memory when a call has failed or the last has ended.
+        """Wait for all started collectives, because XLA frees their memory after a failed call and after the last call.
 
-        Returns their tensors, which `stream` waits for, and their errors.
+        Returns the tensors of the collectives, which `stream` waits for, and the errors of the collectives.
         """
         started, self.started = self.started, {}
         errors: list[Exception] = []
@@ -120,9 +119,9 @@ class _Awaiting:
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
         process_set: int, observer: Observer | None, times_rows: int,
         awaiting: _Awaiting | None = None) -> list[tf.Tensor]:
-    """Run one collective in a graph that XLA compiles; the arguments are those of cpu.run. Collective.
+    """Add one collective to a graph that XLA compiles. Arguments as for cpu.run. Collective.
 
-    `awaiting`: Gets the submitted collective, and waits for it later. None: the call of the collective itself waits.
+    `awaiting`: The object that waits for the collective later; None: the custom call of the collective waits.
 
     Raises:
         InvalidRequestError: XLA cannot compile collectives in this process. Or XLA cannot compile this collective: the
@@ -159,7 +158,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tensor]:
-    """As cpu.read_in_graph, in a graph that XLA compiles."""
+    """As cpu.read_in_graph, but for a graph that XLA compiles."""
     context.require()
     outputs = _linked(lambda link: custom_call(
         _Reading(read), [link], [tf.int64, *[tf.int32] * count], [tf.TensorShape([])] * (1 + count)))
@@ -167,7 +166,7 @@ def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tens
 
 
 def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return `call(link)`, which makes a custom call with the link as an argument. Its first result is the new link."""
+    """Return `call(link)`, which adds a custom call with the argument `link`. Its first result becomes the new link."""
     if in_gradient():
         graph = tf.compat.v1.get_default_graph()
         outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
@@ -185,7 +184,7 @@ def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
 
 
 class _Reading:
-    """The target of a custom call that reads numbers of this process."""
+    """The Python object of a custom call that reads numbers of this process, such as its rank."""
 
     def __init__(self, read: Callable[[], Sequence[int]]):
         self._read = read
@@ -203,7 +202,7 @@ class _Reading:
 
 
 class _CompiledCallSite(CollectiveCallSite):
-    """The target of the custom call of one collective."""
+    """The Python object of the custom call of one collective."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, dtypes: Sequence[Any],
                  execution: Execution | None, observer: Observer | None, stays_on_gpu: bool,
@@ -218,7 +217,7 @@ class _CompiledCallSite(CollectiveCallSite):
         self._ranks = runtime.group_of(name, process_set).topology.size  # which the shapes of results are for
 
     def execute(self, call: ffi.Call) -> None:
-        """Submit the collective; write the results, or leave that to another thread."""
+        """Submit the collective, and write its results. If it is not complete in time, another thread writes them."""
         if has_gpu():
             memory = GpuMemory(call, self._given, self._returned)
             try:
@@ -254,7 +253,7 @@ class _CompiledCallSite(CollectiveCallSite):
             handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
-        """Submit the collective, and wait for it: XLA would block this thread until a future is complete."""
+        """Submit the collective, and wait for it, or let `_awaiting` wait. A future would also block this thread."""
         count = len(self._given) - 1 - self._has_past
         past = int(memory.on_host(1 + count, 1)[0]) if self._has_past else None
 
@@ -280,7 +279,7 @@ class _CompiledCallSite(CollectiveCallSite):
                 memory.write(index, value)
 
     def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
-        """Wait for the results. Raises the collective's error, or InvalidRequestError if `memory` has other shapes."""
+        """Wait for the results. Raises the collective's error; InvalidRequestError: `memory` has different shapes."""
         found, ranks = handle.wait(), its.group.topology.size
         for result, fixed in zip(found, memory, strict=True):
             if result.shape == fixed.shape:
@@ -297,7 +296,7 @@ class _CompiledCallSite(CollectiveCallSite):
         return found
 
     def _submitted(self, its: Submission) -> Handle:
-        """Submit the collective, and wait as long as this thread may."""
+        """Submit the collective, and wait for it as long as this thread may wait."""
         engine = its.group.engine
         is_free = self._waits and (threading.get_ident() in self.running or hasattr(_own, "is_own"))
         if not (is_free and signal_handlers.may_interrupt()):
@@ -312,9 +311,10 @@ class _CompiledCallSite(CollectiveCallSite):
 
 
 def _await(site: CollectiveCallSite, handle: Handle, breaks_off: bool = True) -> None:
-    """Wait until a collective is complete or has failed, since XLA frees the tensors when the call ends.
+    """Wait until a collective is complete or has failed, because XLA frees its tensors when the custom call ends.
 
-    An exception of a signal handler is raised after the call. `breaks_off`: Ctrl-C also ends the engines of all ranks.
+    If a signal handler raises an exception meanwhile, the exception is raised after the call of the compiled function.
+    `breaks_off`: Whether Ctrl-C also ends the engines of all ranks.
     """
     while not handle.is_done:
         try:
@@ -338,7 +338,7 @@ _own = threading.local()
 
 
 def _run_in_own_thread(task: Callable[[], None]) -> None:
-    """Call `task`, which does not raise, in a thread that does nothing else meanwhile. Any thread may call this."""
+    """Call `task`, which must not raise, in a thread that runs no other task meanwhile. Any thread may call this."""
     try:
         tasks = _idle.pop()
     except IndexError:

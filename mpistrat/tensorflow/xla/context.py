@@ -1,4 +1,4 @@
-"""Which graphs XLA compiles, and whether collectives may be in them."""
+"""Tells which graphs XLA compiles, and whether these graphs may contain collectives."""
 
 import weakref
 
@@ -17,7 +17,7 @@ _gradients: "weakref.WeakSet[tf.Graph]" = weakref.WeakSet()
 
 
 def is_compiled() -> bool:
-    """Whether XLA is going to compile the graph that is being traced."""
+    """Return whether XLA is going to compile the graph that is being traced."""
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -30,7 +30,7 @@ def note_gradient() -> None:
 
 
 def compiled_function() -> tf.Graph:
-    """The outermost function around the traced graph that XLA compiles as a whole."""
+    """Return the outermost function around the traced graph that XLA compiles as a whole."""
     function = enclosing_function()
     # The context is that of the graph that calls the function, or else of the function itself.
     while not (in_xla_context(function) or in_xla_context(function.outer_graph)):
@@ -39,17 +39,17 @@ def compiled_function() -> tf.Graph:
 
 
 def device_of_compiled() -> str:
-    """The device of functions that XLA compiles. They may not touch variables of another device."""
+    """Return the device of functions that XLA compiles. They may not use variables of another device."""
     return "GPU:0" if has_gpu() else HOST
 
 
 def device_here() -> str:
-    """The device where the traced graph may have a variable of ours: the host, if XLA does not compile the graph."""
+    """Return the device on which the traced graph may use variables of mpistrat: the CPU unless XLA compiles it."""
     return device_of_compiled() if is_compiled() else HOST
 
 
 def why_not() -> str:
-    """Why XLA cannot compile collectives in this process; "" if it can."""
+    """Return why XLA cannot compile collectives in this process; "" if it can."""
     if ffi.api() is None:
         return f"TensorFlow {tf.__version__} has no interface for collectives in XLA; TensorFlow 2.21 has"
     if runtime.is_initialized() and not runtime.current().settings.uses("xla"):

@@ -1,7 +1,7 @@
 """The custom call: a node of a graph that XLA compiles to a call of Python.
 
-The program that the node stands for is text, in StableHLO. The program has the number of the call's *target*, a Python
-object. As with host_call, the target lives as long as the Python object of the graph.
+The node contains a program, which is text in StableHLO. The program contains the number of the *target*, the Python
+object to call. As for python_op.host_call, the target lives as long as the Python object of the graph.
 """
 
 import math
@@ -36,23 +36,23 @@ TYPES = {  # Of arguments and results, in StableHLO.
 
 
 class Target(Protocol):
-    """The object that a custom call calls. It must not refer to the graph."""
+    """The Python object that a custom call calls. It must not refer to the graph: then neither would be freed."""
 
     def execute(self, call: ffi.Call) -> None:
-        """Called when compiled code comes to the call, in any thread. An exception becomes the error of the step."""
+        """Called by the compiled code, in any thread. An exception fails the execution of the compiled function."""
 
 
 def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType],
                 shapes: Sequence[tf.TensorShape], times_rows: int = 1,
                 in_place: Sequence[int] = ()) -> list[tf.Tensor]:
-    """Make the node, which has no gradient.
+    """Add a node that XLA compiles to a call of `target`, and return its outputs. The node has no gradient.
 
     Args:
-        target: The object that the node calls.
-        inputs: At least one, of known ranks. Dimensions that are not known here are known when XLA compiles.
-        dtypes, shapes: Of the results, at least one. Unknown dimensions follow from the input with the same index.
-        times_rows: An unknown first dimension is that of the input, times `times_rows`. Others are those of the input.
-        in_place: The indices of results that have the memory of the inputs with these indices.
+        target: The Python object to call.
+        inputs: At least one. Their numbers of dimensions must be known. XLA learns unknown sizes when it compiles.
+        dtypes, shapes: Those of the results, at least one. An unknown size is that of the input with the same index.
+        times_rows: The factor for an unknown first dimension: it is that of the input, times this number.
+        in_place: The indices of the results that have the memory of the inputs with the same indices.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -72,9 +72,9 @@ _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
              in_place: Sequence[int]) -> str:
-    """The program of one call. Without layouts XLA would choose the order of dimensions in memory.
+    """Return the program of one call. It has layouts, or else XLA would choose the order of dimensions in memory.
 
-    If there are unknown extents, the shapes of all results are operands too. The compiler computes and removes them.
+    If a size is unknown, the shapes of all results are operands too. XLA computes and removes these when it compiles.
     """
     known = all(None not in shape for _, shape in returned)
     shapes = [] if known else [(tf.int32, (len(shape),)) for _, shape in returned]
@@ -100,7 +100,7 @@ def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
 
 
 def _shape_of_result(index: int, given: _Tensors, shape: tuple[int | None, ...], times_rows: int) -> str:
-    """The lines that compute the shape of a result, `%s` and its index."""
+    """Return the lines of a program that compute the shape of a result. The shape is named `%s<index>`."""
     name, lines = f"%s{index}", []
     for i, extent in enumerate(shape):
         if extent is not None:
@@ -152,18 +152,18 @@ _targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() e
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
-    """The GPU that runs a program, and XLA's stream. Tests replace this. Raises as api.tensors.this_ranks_gpu."""
+    """Return the GPU that runs a program, and XLA's stream. Raises as api.tensors.this_ranks_gpu. Patched in tests."""
     device = this_ranks_gpu(call.device_number())
     return device, device.stream_at(call.stream())
 
 
 class GpuMemory:
-    """The arguments and results of one call, with these dtypes of numpy, in GPU memory: until the handler returns.
+    """The arguments and results of one custom call in GPU memory. They are valid until the handler returns.
 
-    XLA calls the handler when it launches the call. The arguments are complete only when XLA's stream reaches the call;
-    before, earlier work may still use the memory of a result. So a collective begins after an event of the stream. When
-    the handler returns, XLA may launch the work after the call. By then the stream waits for the collective, or the
-    results are complete.
+    XLA calls the handler when it launches the call. Until XLA's stream reaches the call, arguments may be incomplete,
+    and earlier work may still use the memory of results. So a collective begins after an event of the stream. When the
+    handler returns, XLA may launch later work. By then the stream waits for the collective, or the results are
+    complete. (With xla_collective.Started, a later call waits.)
     """
 
     def __init__(self, call: ffi.Call, given: Sequence[Any], returned: Sequence[Any]):
@@ -172,14 +172,14 @@ class GpuMemory:
         self.results: list[GpuArray] = call.results(returned, partial(GpuArray, owner=None))
 
     def is_in_place(self, first: int, count: int) -> bool:
-        """Whether `count` results from `first` on have the memory of the arguments with these indices."""
+        """Return whether `count` results, from index `first` on, have the memory of the arguments at these indices."""
         return all(self.arguments[index].address == self.results[index].address or not self.results[index].nbytes
                    for index in range(first, first + count))
 
     def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
-        """Return some of the arguments as tensors for the engine, with the memory of their results.
+        """Return some of the arguments in the engine's form, with the memory of their results.
 
-        `reads`: Whether XLA's stream reads the results when the request is complete. If not, it waits for them later.
+        `reads`: Whether XLA's stream may read the results once the request is complete. If False, a later call waits.
         """
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
@@ -193,7 +193,7 @@ class GpuMemory:
         return tensors
 
     def _other(self, shape: tuple[int, ...], dtype: np.dtype) -> GpuArray:
-        """Memory for another number of rows than XLA has compiled: the call ends in an error, after the collective."""
+        """Return memory for a result of an unexpected shape: the collective needs it, and then the call fails."""
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._device.scratch(max(nbytes, 1))
         if memory is None:
@@ -201,7 +201,7 @@ class GpuMemory:
         return GpuArray(memory.address, shape, dtype, memory.owner)
 
     def on_host(self, first: int, count: int) -> list[np.ndarray]:
-        """Copies of `count` arguments from `first` on. Waits for XLA's stream."""
+        """Return copies in host memory of the `count` arguments from index `first` on. Waits for XLA's stream."""
         return host_copies_of(self._device).fetched(self.tensors(self.arguments[first:first + count], ()))
 
     def write_number(self, index: int, number: int) -> None:
@@ -211,7 +211,7 @@ class GpuMemory:
             self._device.write_number(result.address, number, result.dtype.itemsize // 4, self.stream)
 
     def write(self, index: int, value: np.ndarray) -> None:
-        """Copy the result with this index from the host. Waits for XLA's stream."""
+        """Copy `value` from the host to the result with this index. Waits for XLA's stream."""
         with self._device.current():
             tensors = self.tensors((), self.results[index:index + 1])
         host_copies_of(self._device).returned([value], tensors)

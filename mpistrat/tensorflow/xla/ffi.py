@@ -1,19 +1,19 @@
-"""XLA's FFI, the C API for functions that compiled code calls, by ctypes. Nothing here knows of collectives.
+"""XLA's FFI, the C API for functions that compiled code calls, through ctypes. This module has no collectives.
 
-The structures are those of
+The structures, and their names, are those of
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/third_party/xla/xla/ffi/api/c_api.h
-with their names. XLA promises that an interface works for at least 12 months after the next one appears. Each structure
-begins with its size, by which XLA knows the version.
+XLA promises that a version of this interface works for at least 12 months after the next version appears. Each
+structure begins with its size, which tells XLA the version.
 
-A handler runs in the thread that has called the compiled function, or in one of the threads in which XLA computes. The
-latter may be only one, and other compiled functions need it. So a handler must not wait for other ranks there. It
-returns a *future* instead, and any thread completes the future later. XLA goes on with work that does not depend on the
-call, and keeps the memory of arguments and results until the future is complete.
+A *handler* is the function that compiled code calls. It runs in the thread that has called the compiled function, or in
+a thread of XLA. XLA may have only one thread, which other compiled functions need too. So a handler must not wait for
+other ranks there. Instead, it returns a *future*, and any thread completes the future later. Until then XLA runs work
+that does not depend on the call, and keeps the memory of arguments and results.
 
-For a GPU XLA calls a handler when it launches the kernels, in order. There a future is of no use: XLA blocks the thread
-until it is complete
-(https://github.com/tensorflow/tensorflow/blob/v2.21.0/third_party/xla/xla/backends/gpu/runtime/custom_call_thunk.cc).
-The traits of a handler are 0, so XLA does not record its calls in CUDA graphs, which would replay kernels without it.
+On a GPU XLA calls a handler when it launches the kernels, in order. There a future is of no use, because XLA blocks the
+thread until the future is complete:
+https://github.com/tensorflow/tensorflow/blob/v2.21.0/third_party/xla/xla/backends/gpu/runtime/custom_call_thunk.cc
+The traits of a handler are 0. So XLA does not record its calls in CUDA graphs, which would replay only the kernels.
 """
 
 import ctypes
@@ -41,19 +41,19 @@ class Version(Structure):
 
 
 class Metadata(Structure):
-    """Without its last field, which only handlers with a state set."""
+    """XLA_FFI_Metadata without the last field, which only handlers with a state set."""
 
     _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32))
 
 
 class Extension(Structure):
-    """XLA_FFI_Metadata_Extension, which begins as all extensions."""
+    """XLA_FFI_Metadata_Extension. Its first three fields are those of every extension."""
 
     _fields_ = (("struct_size", c_size_t), ("type", c_int), ("next", c_void_p), ("metadata", POINTER(Metadata)))
 
 
 class Buffer(Structure):
-    """One argument or result: `dims` has `rank` extents. In C order, as the caller asks for in the program."""
+    """One argument or result. `dims` has `rank` sizes. The memory is in C order, which the program demands."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("dtype", c_int), ("data", c_void_p),
                 ("rank", c_int64), ("dims", POINTER(c_int64)))
@@ -71,7 +71,7 @@ class Scalar(Structure):
 
 
 class Attributes(Structure):
-    """The attributes of a call, sorted by name. Our calls have one attribute, an integer of 64 bits."""
+    """The attributes of a call, sorted by name. Calls of mpistrat have one attribute, a 64-bit integer."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("size", c_int64), ("types", c_void_p),
                 ("names", c_void_p), ("attrs", POINTER(POINTER(Scalar))))
@@ -88,7 +88,7 @@ class Bundle(Structure):
 
 
 def _arguments(**fields: object) -> type[Structure]:
-    """The structure with the arguments of a function of the API."""
+    """Return the structure for the arguments of a function of the API."""
     head = ("struct_size", c_size_t), ("extension_start", c_void_p)
     return type("Arguments", (Structure,), {"_fields_": (*head, *fields.items())})
 
@@ -108,7 +108,7 @@ _FUNCTIONS = ("error_create", "error_message", "error_destroy", "handler_registe
 
 
 class Api(Structure):
-    """XLA_FFI_Api as far as it is used here. The library does not export the functions by name."""
+    """The first fields of XLA_FFI_Api, a table of functions. The library does not export these functions by name."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("version", Version), ("internal", c_void_p),
                 *((name, c_void_p) for name in _FUNCTIONS))
@@ -124,7 +124,7 @@ _handlers: list[Any] = []  # XLA calls them until the process ends.
 
 @cache
 def api() -> Api | None:
-    """The API of the TensorFlow that is loaded; None if it has no such API, or an incompatible version."""
+    """Return the API of the loaded TensorFlow; None if TensorFlow has no such API or an incompatible version of it."""
     try:
         library = ctypes.CDLL(os.path.join(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2"))
         get = library.XLA_FFI_GetApi
@@ -136,7 +136,7 @@ def api() -> Api | None:
 
 
 def _call(function: str, arguments: Structure) -> None:
-    """Call a function of the API; raise RuntimeError with its error."""
+    """Call a function of the API. Raises RuntimeError: The function returned an error."""
     own = api()
     assert own is not None
     arguments.struct_size = sizeof(arguments)
@@ -150,7 +150,7 @@ def _call(function: str, arguments: Structure) -> None:
 
 
 def _error(message: str, code: int) -> int:
-    """Create an error. XLA deletes it after it was passed to XLA."""
+    """Create an error, and return its address. Pass it to XLA, which deletes it."""
     own = api()
     assert own is not None
     arguments = ErrorCreateArgs(sizeof(ErrorCreateArgs), None, message.encode(), code)
@@ -169,21 +169,21 @@ class Call:
         self.number: int = frame.attrs.attrs[0].contents.value[0]  # The integer that the program passes.
 
     def arguments(self, dtypes: Sequence[Any], array: _AsArray = array_at) -> list[Any]:
-        """The arguments, by default as views of host memory. They must not be written."""
+        """Return the arguments, by default as views of host memory. Do not write to them."""
         return _arrays(self._frame.args, dtypes, array)
 
     def results(self, dtypes: Sequence[Any], array: _AsArray = array_at) -> list[Any]:
-        """The memory in which XLA expects the results, by default as views of host memory."""
+        """Return the memory in which XLA expects the results, by default as views of host memory."""
         return _arrays(self._frame.rets, dtypes, array)
 
     def stream(self) -> int:
-        """The address of the CUDA stream on which XLA runs what comes before and after the call. On a GPU only."""
+        """Return the address of the CUDA stream of the work before and after the call. Only for calls on a GPU."""
         found = StreamGetArgs(ctx=self._frame.ctx)
         _call("stream_get", found)
         return int(found.stream or 0)
 
     def device_number(self) -> int:
-        """CUDA's index of the GPU that runs the program. On a GPU only."""
+        """Return CUDA's index of the GPU that runs the program. Only for calls on a GPU."""
         found = DeviceOrdinalGetArgs(ctx=self._frame.ctx)
         _call("device_ordinal_get", found)
         return int(found.device_ordinal)
@@ -203,7 +203,7 @@ def _arrays(buffers: Buffers, dtypes: Sequence[Any], array: _AsArray) -> list[An
 
 
 class Future:
-    """A call that is not complete. It must be completed once, by any thread."""
+    """A call that was not complete when its handler returned. One of the methods must be called once, in any thread."""
 
     def __init__(self, pointer: int):
         self._pointer = pointer
@@ -218,7 +218,7 @@ class Future:
 
 
 def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int] | None]) -> None:
-    """Register the handler of the custom calls with this name in programs. Once in a process.
+    """Register the handler of the custom calls with this name in programs. To be called once in a process.
 
     Args:
         platform: "Host" for code on the CPU; "CUDA" for a GPU, with arguments and results in GPU memory.

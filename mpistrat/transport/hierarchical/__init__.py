@@ -1,1 +1,1 @@
-"""Collectives of several hosts with several ranks each."""
+"""Collectives and agreement rounds among several hosts: shared memory within a host, MPI between hosts."""

@@ -29,23 +29,24 @@ _BYTE, _FLOAT = np.dtype(np.uint8), np.dtype(np.float32)
 def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
     """Return the communicator of the ranks with this rank's local_rank, ordered by host. Collective over `comm`.
 
-    Returns COMM_NULL if a host has no rank with this local_rank. Other communicators then carry this rank's data.
+    Returns COMM_NULL if a host has no rank with this local_rank. Ranks with a smaller local_rank then send the data.
     """
     is_sender = topology.local_rank < min(topology.local_sizes)
     return comm.Split(topology.local_rank if is_sender else MPI.UNDEFINED, topology.hosts.index(topology.host))
 
 
 class QuantisedExchange:
-    """All-reduces of slices, one after the other, between the ranks of `comm`, one on each host.
+    """All-reduces of slices as 8-bit numbers, one after the other. `comm` has one rank of each host.
 
-    Two hosts, and more hosts for a small slice, send the whole slice to each other. Each host sums the 8-bit numbers of
-    all hosts, its own too, in float32 and in host order. Otherwise each host sums one part of the slice, first its own
-    unrounded values, and sends the sum as 8-bit numbers, which it also decodes. So all hosts have the same bits.
+    Two hosts, or more hosts with a small slice, send each other the whole slice. Each host sums the 8-bit numbers of
+    all hosts, also its own, in float32 and in host order. With a larger slice, each of more than two hosts sums one
+    part, its own unrounded values first, and sends the sum as 8-bit numbers, which it also decodes. Therefore all hosts
+    have the same bits.
 
-    Rounding errors stay on the host that rounded: the sender of a part, or the host that summed the part. The sum of
-    all hosts' errors is the error of the sum so far.
+    A host keeps the rounding errors of what it sends: of its values, or of the sum of its part. The errors of all hosts
+    add up to the error of all results so far.
 
-    `comm` is COMM_NULL on a rank that sends nothing. The objects of one thread may share `codec`.
+    `comm` is COMM_NULL on a rank that sends nothing. Objects of the same thread may share `codec`.
     """
 
     def __init__(self, comm: MPI.Comm, codec: Codec):
@@ -54,9 +55,9 @@ class QuantisedExchange:
         self._sent, self._received, self._total = FusionBuffer(), FusionBuffer(), FusionBuffer()
 
     def send(self, values: np.ndarray, errors: np.ndarray | None) -> list[MPI.Request]:
-        """Start to send `values`, the host's own, as 8-bit numbers. For `errors` see Codec.encode.
+        """Start to send this host's `values` as 8-bit numbers. For `errors` see Codec.encode.
 
-        The caller must not change either array before `combine`. Returns the requests to complete before `combine`.
+        The caller completes the returned requests, and then calls `combine`. Until then it must not change the arrays.
         """
         self._values, self._errors, count = values, errors, values.size
         nbytes = wire_bytes(count)
@@ -81,7 +82,7 @@ class QuantisedExchange:
         return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
 
     def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
-        """Sum the values of all hosts. Returns the requests to complete before `finish`; [] if `result` is complete."""
+        """Sum the received values. Returns requests to complete before `finish`: the exchange of the sums of parts."""
         if self._is_whole:
             total = self._sum_of(result)
             for h, row in enumerate(self._rows):
@@ -101,7 +102,7 @@ class QuantisedExchange:
         return exchange(self._comm, [parts[self._host]] * self._hosts, parts)
 
     def finish(self, result: np.ndarray, scale: Scale) -> None:
-        """Write the scaled sum to `result`."""
+        """Write the scaled sum to `result`, unless `combine` has already written it."""
         if self._is_whole:
             return
         total = self._sum_of(result)
@@ -110,7 +111,7 @@ class QuantisedExchange:
         scale.apply(total, result)
 
     def _sum_of(self, result: np.ndarray) -> np.ndarray:
-        """The float32 array for the sum: `result` if it has that dtype, else a buffer."""
+        """Return the float32 array for the sum: `result` if it is float32, else a buffer."""
         return result if result.dtype == _FLOAT else self._total.view(result.size, _FLOAT)
 
     def _part_of(self, wire: np.ndarray, host: int) -> np.ndarray:
@@ -118,28 +119,28 @@ class QuantisedExchange:
 
 
 class HierarchicalData(TwoShotData):
-    """Collectives among hosts of ranks.
+    """Collectives among the ranks of several hosts.
 
-    All ranks of a host pack a chunk into shared memory. Each of the first ranks reduces a slice of it, and all-reduces
-    the slice over its cross_comm, all of them at the same time. All ranks unpack all slices. The exchange of a slice is
-    that of MpiData; two hosts exchange whole slices. Between H hosts, 2 (H-1)/H of a host's bytes cross the wire.
-    Several chunks are in flight at different stages, so that the wire and the memory work in parallel. A rank alone on
-    its host sends from its tensors and reduces into its targets without copies, if the slice is of a single tensor.
+    All ranks of a host pack a chunk into shared memory. Each of its first ranks reduces one slice, and all-reduces it
+    over its cross_comm, in parallel with the others. Then all ranks unpack all slices. A slice is exchanged as in
+    MpiData, except that two hosts exchange whole slices. Between H hosts, each host sends 2 (H-1)/H of its bytes.
+    Several chunks are in flight at different stages, so that the network and the memory work in parallel. A rank that
+    is the only one of its host sends from its tensors and reduces into its targets, if a slice belongs to one tensor.
 
     A quantised reduction (Reduction.quantised) exchanges 8-bit numbers by a QuantisedExchange. If every host has one
     rank, a reduce-scatter runs in chunks as well.
 
     An element is summed over the ranks of each host in rank order, and then over the hosts in host order. Half
-    precision is summed in float32 both times, and rounded before the partial sum is sent.
+    precision is summed in float32 both times, and a host's sum is rounded before it is sent.
 
     Args:
         memory, others: See TwoShotData.
         chunk: Bytes of a chunk; the same on all hosts.
-        cross: The result of `cross_comm`, reserved for this object. `close` frees it.
-        senders: The least number of ranks that a host has.
+        cross: The result of `cross_comm`, reserved for this object. `close` frees `cross`.
+        senders: The number of ranks on the host with the fewest ranks.
         wait: Waits for the ranks of `cross`.
-        feedback: The error feedback of quantised reductions, on all ranks; None: rounding errors are lost.
-        piggyback: Sends small all-reduces together with votes; None: votes are sent alone.
+        feedback: The error feedback of quantised reductions; None (on all ranks): rounding errors are lost.
+        piggyback: Sends small all-reduces together with votes; None: votes are sent without data.
     """
 
     name = "hierarchical"
@@ -182,7 +183,7 @@ class HierarchicalData(TwoShotData):
         return max(1, min(self._senders, nbytes // tuning.HIERARCHICAL_SLICE_BYTES))
 
     def _send(self, work: TwoShotReduce, k: int) -> None:
-        """Reduce this rank's slice over the host, and start to send it to the other hosts."""
+        """Reduce this rank's slice of chunk k over the ranks of the host, and start to send it to the other hosts."""
         chunk, number = work.chunks[k], work.first + k
         if chunk.own is not None:
             self.memory.await_all(number, PACKED)
@@ -198,7 +199,7 @@ class HierarchicalData(TwoShotData):
         self.memory.post(number, CONSUMED)
 
     def _part_of_host(self, work: TwoShotReduce, chunk: Chunk, buffer: FusionBuffer) -> np.ndarray:
-        """This rank's slice, reduced over the host. On a host with one rank, without a copy if possible."""
+        """Return this rank's slice, reduced over its host. On a host with one rank, the slice is a view if possible."""
         if self._count == 1 and not chunk.reads:
             return chunk.parts[0]
         if self._count == 1 and len(chunk.reads) == 1:
@@ -208,16 +209,16 @@ class HierarchicalData(TwoShotData):
         return partial
 
     def _result_of(self, work: TwoShotReduce, chunk: Chunk) -> np.ndarray:
-        """The memory for the combined slice: the memory of the results, or a target if the host has a single rank."""
+        """Return the memory for this rank's final slice: shared memory, or a target if the host has one rank."""
         if self._count == 1 and len(chunk.own_copies) == 1:
             return work.outputs[chunk.own_copies[0].array][chunk.own_copies[0].part]
         return chunk.result
 
     def _exchange(self, partial: np.ndarray, buffer: FusionBuffer) -> tuple[list[MPI.Request], list[np.ndarray]]:
-        """Start to exchange `partial` with the other hosts. `buffer` is for the received values.
+        """Start to exchange `partial`, this host's values, with the other hosts. `buffer` is for received values.
 
-        Returns the requests, and for each host the array that holds its values when the requests are complete: all
-        elements of the slice, or the elements that this host has to reduce.
+        Returns the requests, and for each host the array with the host's values once the requests are complete: values
+        of the whole slice, or of the part that this host reduces.
         """
         hosts, host = self._hosts, self._cross.Get_rank()
         if hosts == 2:
@@ -239,7 +240,7 @@ class HierarchicalData(TwoShotData):
         return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _combine(self, work: TwoShotReduce, k: int) -> None:
-        """Reduce the received parts of all hosts, and start to send the result to the other hosts."""
+        """Reduce the values of all hosts. If this host has reduced only a part, start to send it to the other hosts."""
         number = work.first + k
         if number not in self._underway:
             return
@@ -260,7 +261,7 @@ class HierarchicalData(TwoShotData):
         self._underway[number] = exchange(self._cross, [own] * self._hosts, parts), []
 
     def _receive(self, work: TwoShotReduce, k: int) -> None:
-        """Wait for the parts that the other hosts have reduced."""
+        """Wait for the parts that the other hosts have reduced, and copy the slice to this rank's targets."""
         number, chunk = work.first + k, work.chunks[k]
         result = self._result_of(work, chunk)
         if number in self._underway:

@@ -1,9 +1,9 @@
 """Agreement rounds among several hosts: votes in shared memory within a host, over MPI between hosts.
 
-The first rank of a host (the leader) waits for the votes of its host, exchanges the host's outcome with the other
-leaders, and writes the overall outcome to shared memory. A few hosts send their votes to each other directly, followed
-by the data of small all-reduces, so that one network round trip serves both (Piggyback). Many hosts all-reduce the
-votes, without data. Used by the engine's thread.
+The first rank of a host (its leader) waits for the votes of its host, exchanges the host's outcome with the other
+leaders, and writes the outcome of all hosts to shared memory. In a job of few hosts, the leaders send each other the
+votes, followed by the data of small all-reduces (Piggyback), because the data then need no further round trip. The
+leaders of many hosts all-reduce the votes, without data. Used by the engine's thread.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ _HEAD_BYTES, _VOTE_AT = 64, 40
 
 
 class PiggybackedReduce(Prepared):
-    """An all-reduce that is sent together with the next vote."""
+    """An all-reduce whose data are sent together with the next vote. See Piggyback."""
 
     __slots__ = ("part", "result")
 
@@ -37,7 +37,7 @@ class PiggybackedReduce(Prepared):
     result: np.ndarray  # The elements of the result, in shared memory.
 
     def finish(self, all_packed: bool) -> None:
-        """See Prepared. After the outcome ALL_READY, it only copies the result to the targets."""
+        """See Prepared. If `all_packed`, the result is in shared memory, and this method copies it to the targets."""
         if all_packed:
             unpack(self.result, self.targets)
         else:
@@ -45,20 +45,20 @@ class PiggybackedReduce(Prepared):
 
 
 class Piggyback:
-    """The data of one host for a vote.
+    """The memory of one host for all-reduces whose data are sent together with votes.
 
-    Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host packs nothing if it has
-    a single array, which it reads in place. When all ranks have voted and are ready, the first rank reduces the parts
-    (`reduce_host`), sends the result with the host's vote, and reduces the results of all hosts into the result slot
-    (`reduce_hosts`), before it posts the outcome. Then each rank copies the result (`PiggybackedReduce.finish`).
+    Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host does not pack a single
+    array, but reads it in place. When all ranks have voted and are ready, the first rank reduces the parts
+    (`reduce_host`), and sends the result with the host's vote. Then it reduces the results of all hosts into the result
+    slot (`reduce_hosts`), and posts the outcome. Each rank copies the result (`PiggybackedReduce.finish`).
 
-    No counters are needed. A rank reuses its slot only after the outcome, when its part has been read. The result is
-    overwritten only after the next vote of every rank, when all ranks have copied the result.
+    No locks are needed. A rank overwrites its slot only after the outcome, when the slot has been read. The result slot
+    is overwritten only after all ranks have voted again, which they do after they have copied the result.
 
-    Elements are summed in the same order as by HierarchicalData, with the same result.
+    The results are the same as those of HierarchicalData, because elements are summed in the same order.
 
-    `memory` has `memory_bytes` of shared memory for the `count` ranks of the host, of which this rank is at `index`.
-    `slot_bytes` are the bytes of the largest all-reduce, see `largest`.
+    `memory` has `memory_bytes` of shared memory for the `count` ranks of the host. `index`: This rank's position among
+    these ranks. `slot_bytes`: Bytes of the largest all-reduce (see `largest`).
     """
 
     def __init__(self, memory: memoryview, index: int, count: int, slot_bytes: int):
@@ -70,7 +70,7 @@ class Piggyback:
 
     @staticmethod
     def largest(local_sizes: Sequence[int]) -> int:
-        """Bytes of the largest all-reduce to send with a vote, for these numbers of ranks per host; 0: none."""
+        """Return the bytes of the largest all-reduce to send with a vote; 0: none. `local_sizes`: Ranks per host."""
         hosts = len(local_sizes)
         if hosts > PIGGYBACK_MOST_HOSTS:
             return 0
@@ -79,14 +79,14 @@ class Piggyback:
 
     @staticmethod
     def memory_bytes(count: int, slot_bytes: int) -> int:
-        """Bytes of shared memory for `count` ranks."""
+        """Return the bytes of shared memory that the `count` ranks of a host need."""
         return (count + 1) * slot_bytes
 
     def pack(self, plane: DataPlane, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray],
              reduction: Reduction, elements: int) -> PiggybackedReduce:
-        """Pack this rank's part for the next vote: `elements` in all, at most `slot_bytes`. Local.
+        """Pack `sources`, with `elements` elements and at most `slot_bytes` bytes in all, for the next vote. Local.
 
-        `plane` reduces the part if the outcome of the vote is not ALL_READY.
+        If the outcome of the vote is not ALL_READY, `plane` executes the all-reduce after the vote.
         """
         views, prepared = self._views_of(sources[0].dtype), PiggybackedReduce(plane, sources, targets, reduction)
         if self._index == 0 and len(sources) == 1 and reduction.prescale == 1.0:
@@ -101,7 +101,7 @@ class Piggyback:
         return prepared
 
     def _views_of(self, dtype: np.dtype) -> list[np.ndarray]:
-        """The slots of the ranks, then that of the result, as arrays of `dtype`."""
+        """Return the slots of the ranks, followed by the result slot, as arrays of `dtype`."""
         if dtype not in self._views:
             self._views[dtype] = [part.view(dtype) for part in self._bytes]
         return self._views[dtype]
@@ -109,7 +109,7 @@ class Piggyback:
     # -- on the first rank of a host, when all its ranks have packed and voted ----------------------------------------
 
     def reduce_host(self, target: np.ndarray) -> int:
-        """Write the host's partial result to `target`, of `slot_bytes` bytes. Returns the bytes written."""
+        """Reduce the parts of the host's ranks into `target` (`slot_bytes` bytes). Returns the bytes written."""
         prepared = self._latest
         assert prepared is not None
         size, dtype, nbytes = prepared.result.size, prepared.result.dtype, prepared.result.nbytes
@@ -118,14 +118,14 @@ class Piggyback:
         return nbytes
 
     def reduce_hosts(self, rows: Sequence[np.ndarray]) -> None:
-        """Reduce the partial results of all hosts, in their order. All ranks have agreed on the all-reduce."""
+        """Reduce `rows`, the results of all hosts in order, into the result slot. The outcome must be ALL_READY."""
         prepared = self._latest
         assert prepared is not None
         parts = [row.view(prepared.result.dtype) for row in rows]
         combine(parts, prepared.reduction.op, prepared.result, prepared.reduction.scale)
 
     def forget(self) -> None:
-        """Drop the reference to the packed all-reduce, since the vote is over."""
+        """Drop the reference to the latest packed all-reduce. To be called when the round of votes is over."""
         self._latest = None
 
 
@@ -133,9 +133,9 @@ class Piggyback:
 
 
 class LeaderExchange(ABC):
-    """Rounds of votes among hosts, one after the other. The first rank of each host uses it.
+    """Rounds of votes among hosts, one after the other. The first rank of each host (its leader) uses it.
 
-    `hosts` is the communicator of the leaders, reserved for this object. `close` frees it.
+    `hosts`: The communicator of the leaders, reserved for this object. `close` frees `hosts`.
     """
 
     def __init__(self, hosts: MPI.Comm):
@@ -146,15 +146,15 @@ class LeaderExchange(ABC):
 
     @abstractmethod
     def begin(self, number: int, outcome: Outcome) -> None:
-        """Start to send the number for which this host has voted, and its outcome."""
+        """Begin a round: start to send this host's vote, which consists of `number` and `outcome`."""
 
     def has_news(self) -> bool:
-        """Whether `poll` should be called, since messages have arrived."""
+        """Return whether all messages that this rank waits for have arrived. If so, the caller should call `poll`."""
         return MPI.Request.Testall(self._receiving)
 
     @abstractmethod
     def poll(self) -> Outcome | None:
-        """Return the outcome over all hosts, or None if votes are still missing. Does not wait."""
+        """Return the outcome over all hosts, or None if the round is not complete. Does not wait."""
 
     def revoke(self) -> list[Any]:
         return [self._hosts, *self._sending, *self._receiving]
@@ -165,9 +165,9 @@ class LeaderExchange(ABC):
 
 
 def leader_exchange(comm: MPI.Comm, topology: Topology, piggyback: Piggyback | None) -> LeaderExchange | None:
-    """Return the exchange object of this rank, or None on ranks that are not the first of their host.
+    """Return the LeaderExchange of this rank, or None if this rank is not the first of its host.
 
-    Collective over `comm`. `piggyback`: Has the data to send with votes; None (on all ranks) sends votes alone.
+    Collective over `comm`. `piggyback`: The data to send with votes; None (on all ranks): votes are sent without data.
     """
     is_leader = topology.local_rank == 0
     hosts = comm.Split(0 if is_leader else MPI.UNDEFINED, topology.hosts.index(topology.host))
@@ -202,7 +202,7 @@ class DirectExchange(LeaderExchange):
         self._have_votes, self.is_under_way = False, True
 
     def _further_pieces(self, message: np.ndarray, end: int) -> list[np.ndarray]:
-        """The pieces of a message of `end` bytes after the first piece."""
+        """Return all pieces, except the first, of a message of `end` bytes."""
         return [message[start:min(start + EAGER_MESSAGE_BYTES, end)]
                 for start in range(self._first, end, EAGER_MESSAGE_BYTES)]
 
@@ -231,12 +231,12 @@ class DirectExchange(LeaderExchange):
 
 
 def _vote_in(message: np.ndarray) -> np.ndarray:
-    """The vote in a message: the number, the outcome, and the bytes of the message."""
+    """Return a view of the vote in a message: the number, the outcome, and the length of the message in bytes."""
     return message[_VOTE_AT:_HEAD_BYTES].view(np.int64)
 
 
 class ReducedExchange(LeaderExchange):
-    """The exchange of many hosts: an all-reduce (minimum) of the votes and of the negated votes, without data."""
+    """The exchange of many hosts, without data: an all-reduce (MPI_MIN) of (number, -number, outcome)."""
 
     def __init__(self, hosts: MPI.Comm):
         super().__init__(hosts)
@@ -259,9 +259,9 @@ class ReducedExchange(LeaderExchange):
 
 
 class HierarchicalAgreement(SharedMemoryAgreement):
-    """One rank's part in the rounds among several hosts. For the first two arguments see SharedMemoryAgreement.
+    """One rank's votes in rounds among several hosts. For `memory` and `wake_rank` see SharedMemoryAgreement.
 
-    `hosts` is the result of leader_exchange, and `close` closes it. `elsewhere` are the ranks of the other hosts.
+    `hosts`: The result of `leader_exchange`. `close` closes `hosts`. `elsewhere`: The ranks of the other hosts.
     """
 
     def __init__(self, memory: HostMemory, wake_rank: Callable[[int], None], hosts: LeaderExchange | None,

@@ -1,1 +1,1 @@
-"""Control messages and collectives over MPI, and the MPI library itself."""
+"""Control messages and collectives over MPI, and how the MPI library is loaded and finalised."""

@@ -1,4 +1,4 @@
-"""Control plane: messages to ranks of this host over a local channel, to ranks of other hosts over MPI.
+"""Control plane: sends messages to ranks of this host over a local channel, and to ranks of other hosts over MPI.
 
 Used by the engine's thread, except `wake`, which any thread may call.
 """
@@ -17,17 +17,16 @@ from .requests import PeerWait
 
 
 class MpiControl(ControlPlane):
-    """Sends to ranks of this host over the channel, and to ranks of other hosts with MPI point-to-point messages.
+    """Sends to ranks of this host over `channel`, and to ranks of other hosts with MPI point-to-point messages.
 
-    If all its peers are on this host, a rank sleeps until a message arrives. A rank with peers on other hosts polls
-    MPI: first without pauses, yielding the processor at each poll, and then at growing intervals. core.tuning has the
-    times (MPI_POLL_*).
+    If all `peers` are on this host, this rank sleeps until a message arrives. Otherwise it polls MPI: first without
+    pauses, yielding the processor at each poll, and then at growing intervals. core.tuning has the times (MPI_POLL_*).
 
     Args:
-        comm: Reserved for this object. `close` frees it.
-        channel: This rank's channel to `local_ranks`, the ranks on this host. `close` closes it.
-        peers: All ranks that may send to this one.
-        polls: Whether to always poll MPI. Needed if the channel watches for news that arrive over MPI.
+        comm: The communicator of all ranks, reserved for this object. `close` frees `comm`.
+        channel: This rank's channel to `local_ranks`, the ranks on this host. `close` closes `channel`.
+        peers: All ranks that may send messages to this rank.
+        polls: Whether to poll MPI in any case. Needed if the `has_news` of `channel.watch` looks for MPI messages.
     """
 
     _TAG = 1
@@ -63,7 +62,7 @@ class MpiControl(ControlPlane):
         return not self._missing(ranks)
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks in `ranks` to which a message is still in flight."""
+        """Return those of `ranks` to which this rank is still sending a message."""
         underway = {rank for rank, _, _ in self._sending}
         return [rank for rank in ranks if rank in underway or self._channel.is_sending_to([rank])]
 
@@ -83,7 +82,7 @@ class MpiControl(ControlPlane):
         return messages
 
     def _received(self, source: int, nbytes: int) -> bytes:
-        """The message of `nbytes` that Iprobe has found. Raises StallError if it does not arrive within the limit."""
+        """Return the message of `nbytes` that Iprobe has found. Raises StallError: It does not arrive in time."""
         # Only the first part of a large message has arrived (rendezvous). MPI_Recv would wait for the rest for ever if
         # the network fails in between. A small message is complete at the first test.
         message = bytearray(nbytes)

@@ -24,17 +24,17 @@ LARGE_BYTES = 2**30
 
 
 class MpiData(DataPlane):
-    """Collectives over an intra-communicator that is reserved for this object.
+    """Collectives over the intra-communicator `comm`, which is reserved for this object and freed by `close`.
 
     An all-reduce exchanges slices (MPI_Alltoallv), sums this rank's slice in the order of the ranks, and gathers the
-    sums (MPI_Allgatherv). 2 (n-1)/n of the bytes cross the wire, as in a ring. Every element is summed in rank order,
-    whatever its index and the size of the array, which MPI_Allreduce does not promise. On one host this is also
-    faster than Open MPI's MPI_Allreduce.
+    sums (MPI_Allgatherv). Each of n ranks sends 2 (n-1)/n of the bytes, as in a ring. Unlike in MPI_Allreduce, every
+    element is summed in rank order, whatever its index and the size of the array. On one host this is also faster than
+    Open MPI's MPI_Allreduce.
 
-    All MPI calls are nonblocking, so that each wait can have a limit. On 2 ranks of a host, this costs 2 to 3 us per
-    call: of 7 us in all for 1 KB, and of 25 us for 64 KB. From 1 MB on, nonblocking calls take no additional time.
+    All MPI calls are nonblocking, so that each wait can have a limit. Between 2 ranks of a host, a call thereby takes 2
+    to 3 us longer, in all 7 us for 1 KB and 25 us for 64 KB. From 1 MB on, nonblocking calls take no additional time.
 
-    `close` frees `comm`. `wait` waits for the ranks of `comm`.
+    `wait` waits for the ranks of `comm`.
     """
 
     name = "mpi"
@@ -144,7 +144,7 @@ class MpiData(DataPlane):
 
 
 def _pieces(sizes: Sequence[int], start: int, step: int) -> tuple[list[int], list[int]]:
-    """The sizes and offsets of one piece of each part: `step` bytes from `start` on. The parts are contiguous."""
+    """Return (sizes, offsets) of one piece of each of the adjacent parts: at most `step` bytes from byte `start` on."""
     ends = itertools.accumulate(sizes)
     return ([min(max(size - start, 0), step) for size in sizes],
             [end - size + min(start, size) for end, size in zip(ends, sizes)])

@@ -1,7 +1,7 @@
 """The MPI library: loading it, its thread level, the communicator, and how processes end without MPI_Finalize.
 
-The functions get the module mpi4py.MPI as an argument, since its import initialises MPI (unless the script has set
-mpi4py.rc.initialize to False).
+The functions take the module mpi4py.MPI as an argument, because an import of it here would initialise MPI (unless the
+script has set mpi4py.rc.initialize to False).
 """
 
 import atexit
@@ -28,7 +28,7 @@ _Variable = TypeVar("_Variable", ctypes.c_bool, ctypes.c_int32)
 
 
 def open_mpi_variable(mpi: ModuleType, kind: type[_Variable], name: str) -> _Variable | None:
-    """A variable of Open MPI's library; None if the library does not have such a variable. Local."""
+    """Return a C variable of Open MPI's library; None if the library does not have such a variable. Local."""
     try:
         return kind.in_dll(ctypes.CDLL(mpi.__file__), name)
     except (OSError, AttributeError, ValueError):
@@ -36,7 +36,7 @@ def open_mpi_variable(mpi: ModuleType, kind: type[_Variable], name: str) -> _Var
 
 
 def is_left_to_init() -> bool:
-    """Whether the script uses mpi4py with mpi4py.rc.initialize = False, so that MPI is not initialised. Local."""
+    """Return whether the script leaves the initialisation of MPI to init(), by mpi4py.rc.initialize = False. Local."""
     mpi4py, mpi = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         return not mpi.Is_initialized()
@@ -77,8 +77,8 @@ def _finalize(mpi: ModuleType) -> None:
 def _keep_from_forks(mpi: ModuleType) -> None:
     """Make processes forked from this one end without MPI_Finalize, which mpi4py calls when Python exits.
 
-    In a forked process, Open MPI's MPI_Finalize waits for a thread that does not exist in that process. MPICH's
-    MPI_Finalize reports to the launcher, over the parent's connection, that the parent is done, and the job fails.
+    In a forked process, Open MPI's MPI_Finalize waits for a thread that does not exist there. MPICH's MPI_Finalize
+    reports, over the parent's connection to the launcher, that the parent is done, and the job fails.
     """
     forked.claim(os.environ)
     state = open_mpi_variable(mpi, ctypes.c_int32, "ompi_mpi_state")
@@ -95,8 +95,8 @@ def _keep_from_forks(mpi: ModuleType) -> None:
 def _end_before_finalize() -> None:
     """Make this process end before Python's last exit handlers, one of which calls MPI_Finalize.
 
-    The exit status is kept for sys.exit and for uncaught exceptions. After a bare `raise SystemExit(status)` the exit
-    status is 0, since no hook reports `status`.
+    The exit status stays that of sys.exit or of an uncaught exception. After a bare `raise SystemExit(status)` the exit
+    status is 0, because Python calls no hook with `status`.
     """
     status = 0
     exit_, hook = sys.exit, sys.excepthook
@@ -141,13 +141,13 @@ def require_several_threads(mpi: ModuleType) -> None:
 
 
 def finalize_without_barrier(mpi: ModuleType) -> bool:
-    """Make MPI_Finalize not wait for all processes, since some have died or are unreachable.
+    """Make MPI_Finalize not wait for all processes, because some have died or are unreachable.
 
     Returns whether the MPI library supports this, as Open MPI 5 does.
 
-    Open MPI 5 implements the wait in its launcher. With `--with-ft ulfm` the launcher survives the death of a process,
-    but then sometimes never releases the remaining processes. The parameter `async_mpi_finalize` turns the wait off.
-    MPI_Init has already read the parameter, so this function sets the C variable of the parameter.
+    In Open MPI 5, the launcher implements the wait. With `--with-ft ulfm`, the launcher survives the death of a
+    process, but then sometimes never releases the remaining processes. The parameter `async_mpi_finalize` turns the
+    wait off. MPI_Init has already read the parameter, therefore this function sets the C variable of the parameter.
     """
     is_without = open_mpi_variable(mpi, ctypes.c_bool, "ompi_async_mpi_finalize")
     if is_without is None:
@@ -160,12 +160,12 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
                  launcher: str) -> "MPI.Intracomm":
     """Return the communicator of the job. Collective over its ranks.
 
-    `comm` is the argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD. The launcher of that
-    name has started `launched` processes; 1: the number is unknown.
+    `comm` is the argument of init(): a communicator, ranks of COMM_WORLD, or None for COMM_WORLD. `launched`: How many
+    processes the launcher has started; 1: unknown. `launcher`: The name of the launcher, for errors.
 
     Raises:
         MpistratError: The thread level is too low, or MPI does not see the processes that the launcher started.
-        ValueError: `comm` lists wrong ranks, or lacks this rank.
+        ValueError: `comm` lists ranks that do not exist or the same rank twice, or lacks this rank.
     """
     require_thread_level(mpi)
     world = mpi.COMM_WORLD
@@ -190,7 +190,7 @@ def communicator(mpi: ModuleType, comm: "MPI.Comm | Iterable[int] | None", launc
 
 
 def subset(comm: "MPI.Intracomm", ranks: Sequence[int]) -> "MPI.Intracomm":
-    """Return a communicator of some ranks of `comm`. Collective over these ranks."""
+    """Return a communicator of the ranks `ranks` of `comm`. Collective over these ranks."""
     everybody = comm.Get_group()
     members = everybody.Incl(ranks)
     try:
@@ -201,7 +201,7 @@ def subset(comm: "MPI.Intracomm", ranks: Sequence[int]) -> "MPI.Intracomm":
 
 
 def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
-    """Return the rank in `other` of each rank of `comm`; a negative number if it has none. Local."""
+    """Return, for each rank of `comm`, the rank of the same process in `other`, or a negative number. Local."""
     group, other_group = comm.Get_group(), other.Get_group()
     try:
         return group.Translate_ranks(list(range(group.Get_size())), other_group)
@@ -211,9 +211,9 @@ def ranks_in(comm: "MPI.Comm", other: "MPI.Comm") -> list[int]:
 
 
 def wait_for_all(comm: "MPI.Comm", limit_s: float = 0.0, check: Callable[[], None] = lambda: None) -> bool:
-    """A barrier with sleeps, so that early ranks take no processor time from ranks that still import. Collective.
+    """Wait for all ranks, with sleeps: ranks that are still importing need the processor. Collective over `comm`.
 
-    It calls `check` repeatedly, which may raise. Returns whether all ranks have come within `limit_s` (0: no limit).
+    Calls `check` repeatedly, which may raise. Returns false if a rank has not called within `limit_s` (0: no limit).
     """
     request, began = comm.Ibarrier(), time.monotonic()
     pause_s = BARRIER_FIRST_SLEEP_S

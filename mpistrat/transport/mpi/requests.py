@@ -1,7 +1,7 @@
-"""Requests of MPI: exchanges of arrays, and waits with a time limit, which MPI itself does not have.
+"""MPI requests: exchanges of arrays, and waits with a time limit, which MPI itself does not have.
 
-A wait tests the requests repeatedly: first in a tight loop, then with sched_yield, then with sleeps in between, since
-another rank may need the processor. core.tuning has the times (MPI_*). Used by the engine's thread.
+A wait tests the requests repeatedly: first in a tight loop, then with sched_yield, then with sleeps in between, because
+other ranks may need the processor. core.tuning has the times (MPI_*). Used by the engine's thread.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from ...core.topology import Topology, describe_wait
 
 
 class PeerWait:
-    """Waits of one rank for `peers`, each for `limit_s` seconds at most (0: no limit). `interruption` ends a wait."""
+    """Waits of a rank for `peers`. A wait fails after `limit_s` seconds (0: never), or when `interruption` ends it."""
 
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
                  interruption: Interruption | None = None):
@@ -29,10 +29,10 @@ class PeerWait:
         self.unfinished: list[MPI.Request] = []
 
     def complete(self, requests: Sequence[MPI.Request], nbytes: int = 0, others: Sequence[int] | None = None) -> None:
-        """Return when the requests are complete. Releases the GIL meanwhile. For `nbytes` and the errors see `until`.
+        """Wait until `requests` are complete, without holding the GIL. For `nbytes` and the errors see `until`.
 
-        `others`: The ranks that the requests depend on, for the error. Default: all peers. After a StallError the
-        memory of the requests is never freed, since MPI may use it.
+        `others`: The ranks that the requests depend on, for the error text; None: all peers. After a StallError the
+        memory of the requests is never freed, because MPI may still use it.
         """
         test = MPI.Request.Testall
         try:
@@ -51,7 +51,7 @@ class PeerWait:
         """Call `is_done` until it returns true.
 
         Args:
-            missing: Returns the ranks that the wait depends on, for the error. Default: all peers.
+            missing: Returns the ranks that the wait depends on, for the error text; None: all peers.
             nbytes: The bytes to transfer during the wait. More bytes delay the first sleep.
             limit_s: Replaces the limit of this object.
 
@@ -79,7 +79,7 @@ def never_free(thing: object) -> None:
 
 
 def _pieces(array: np.ndarray) -> list[np.ndarray]:
-    """The bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
+    """Return the bytes of a C-contiguous 1-D array, in pieces of at most EAGER_MESSAGE_BYTES."""
     data, step = array.view(np.uint8), tuning.EAGER_MESSAGE_BYTES
     return [data[start:start + step] for start in range(0, data.nbytes, step)]
 
@@ -89,9 +89,9 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
 
     The arrays at the index of this rank are not used. Returns the requests to complete.
 
-    MPI announces a large message, and sends its data after a reply. If both sides send all the time, as here, the reply
-    waits behind other data in the queue, and the wire is idle. 42 MB over 1 Gbit/s take 506 ms in messages of 2 MiB,
-    two in flight. They take 352 ms in eager messages, and as long in a single message.
+    Arrays travel in pieces that MPI sends at once (eager). MPI sends a larger message only after a reply. If both sides
+    send all the time, the reply waits behind other data in the queue, and the wire is idle. Over 1 Gbit/s, 42 MB take
+    506 ms in messages of 2 MiB, two in flight, and 352 ms in eager messages or in a single message.
     """
     size, rank = comm.Get_size(), comm.Get_rank()
     # The others in turn from the next one on, so that not all send to the same one at first.

@@ -25,14 +25,14 @@ _POLL_S = 0.001
 
 @functools.cache
 def is_fault_tolerant() -> bool:
-    """Whether this job outlives the loss of a rank, and any thread may call MPI. Local."""
+    """Return whether MPI survives the loss of a rank in this job, and any thread may call MPI. Local."""
     is_enabled = open_mpi_variable(MPI, ctypes.c_bool, "ompi_ftmpi_enabled")
     return (is_enabled is not None and is_enabled.value and hasattr(MPI.Comm, "Shrink")
             and MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 def failed_ranks(comm: MPI.Comm) -> list[int]:
-    """The ranks of `comm` that MPI knows to have failed. Local; any thread may call it."""
+    """Return the ranks of `comm` that MPI knows to have failed. Local; any thread may call this function."""
     # Lets MPI process reports of failures. A probe of `comm` would not do so once another rank has revoked `comm`.
     MPI.COMM_SELF.Iprobe()
     failed = comm.Get_failed()
@@ -61,10 +61,10 @@ _TERMINATED, _AFFECTED, _TYPE_PROC, _RANGE_SESSION, _RANGE_PROCESS = -200, b"pmi
 
 
 def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
-    """Tell MPI that ranks of `comm` have ended. Local; any thread may call it, and several ranks may.
+    """Tell MPI that ranks of `comm` have ended. Local; any thread and several ranks may call it.
 
-    MPI learns from its launcher that a process was killed. MPI does not learn of an exit code above 0, nor of a host
-    that has stopped answering, and then waits for the rank for ever. MPI may already know that a rank has failed.
+    MPI itself notices only killed processes. Without a report, MPI waits for ever for a rank that has exited with a
+    code above 0, or whose host has stopped answering. A failure that MPI already knows of may be reported.
 
     `to_all`: Tell the MPI library of all ranks that the launcher reaches, not only the MPI library of this rank.
     """
@@ -82,7 +82,7 @@ def report_failed(comm: MPI.Comm, ranks: Sequence[int], to_all: bool) -> None:
 
 @functools.cache
 def _pmix_notify() -> Any:
-    """The function PMIx_Notify_event of the PMIx library that MPI has loaded; None if MPI has loaded none."""
+    """Return the function PMIx_Notify_event of the PMIx library that MPI has loaded; None if MPI has loaded none."""
     with open("/proc/self/maps", encoding=sys.getfilesystemencoding(), errors="surrogateescape") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libpmix.so" in line}
     if len(paths) != 1 or "PMIX_NAMESPACE" not in os.environ:
@@ -103,7 +103,7 @@ def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
-    """Whether `is_well` is true on all ranks and no rank is lost. Collective; the same result on all ranks."""
+    """Return whether `is_well` is true on all ranks and no rank is lost. Collective; the same result on all ranks."""
     try:
         return bool(comm.Agree(int(is_well)))
     except MPI.Exception:
@@ -111,9 +111,9 @@ def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
 
 
 def discard(revoked: Iterable[Any], limit_s: float) -> None:
-    """Free the communicators in `revoked`, which have lost ranks, and end the requests in `revoked`. Local.
+    """Free the communicators in `revoked`, which contain lost ranks, after the requests in `revoked` have ended. Local.
 
-    The memory of requests that MPI has not ended within `limit_s` is never freed, since MPI may still use it.
+    The memory of requests that MPI has not ended within `limit_s` is never freed, because MPI may still use it.
     """
     things = list(revoked)
     comms = [each for each in things if isinstance(each, MPI.Comm) and each != MPI.COMM_NULL]
@@ -138,9 +138,9 @@ def _has_ended(request: MPI.Request) -> bool:
 
 
 def skip_finalize() -> None:
-    """Make this process end without MPI_Finalize, which may hang after the loss of ranks. MPI cannot be used any more.
+    """Make this process end without MPI_Finalize, which may hang after ranks are lost. MPI cannot be used afterwards.
 
-    mpi4py calls MPI_Finalize when Python has ended, unless MPI says that it is already finalised.
+    The function marks MPI as finalised, because mpi4py then does not call MPI_Finalize when Python exits.
     """
     state = open_mpi_variable(MPI, ctypes.c_int32, "ompi_mpi_state")
     assert state is not None  # Only Open MPI is fault tolerant.

@@ -1,1 +1,1 @@
-"""Control messages and collectives in the shared memory of one host's ranks."""
+"""Control messages, votes and collectives in memory that the ranks of one host share."""

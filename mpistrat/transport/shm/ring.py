@@ -1,4 +1,4 @@
-"""Messages among the ranks of one host in shared memory rings: no system call, unless the receiver sleeps.
+"""Messages among the ranks of one host through ring buffers in shared memory. Only waking a rank needs a system call.
 
 Used by the engine's thread, except `ShmRing.wake`, which any thread may call.
 """
@@ -18,7 +18,7 @@ _LENGTH_BYTES = 4
 
 
 class _Ring:
-    """A ring of bytes from one rank to another. The sender calls write and publish, the receiver the other methods."""
+    """A ring buffer from one rank to another. The sender calls write and publish, the receiver the other methods."""
 
     def __init__(self, memory: memoryview):
         self._words = memory[:_HEADER_BYTES].cast("Q")
@@ -26,7 +26,7 @@ class _Ring:
         self._position = 0  # bytes that this end has written or read
 
     def write(self, data: memoryview) -> int:
-        """Write as much of `data` as fits, and return its length. The receiver sees it after `publish`."""
+        """Write as much of `data` as fits. Returns the number of bytes, which the receiver sees after `publish`."""
         count = min(len(data), SHM_RING_BYTES - (self._position - self._words[_READ]))
         offset = self._position % SHM_RING_BYTES
         first = min(count, SHM_RING_BYTES - offset)
@@ -43,7 +43,7 @@ class _Ring:
         return self._words[0] - self._position
 
     def read(self, count: int) -> bytes:
-        """Read `count` bytes, at most the result of `unread`. To be called after `unread` and a fence."""
+        """Return the next `count` bytes, at most the result of `unread`. To be called after `unread` and a fence."""
         offset = self._position % SHM_RING_BYTES
         first = min(count, SHM_RING_BYTES - offset)
         data = bytes(self._ring[offset:offset + first])
@@ -58,11 +58,11 @@ class _Ring:
 
 
 class ShmRing:
-    """One rank's channel over rings, with the methods of a UnixSocketChannel.
+    """One rank's channel over ring buffers in shared memory, with the methods of a UnixSocketChannel.
 
-    The rings take `ring_bytes(edges)` bytes of the memory's data, from `start` on. It also uses the counter ASLEEP.
-    `edges` are the pairs of ranks of this host that exchange messages, the same list on all ranks of the host. The
-    `channel` serves only to sleep, and to wake ranks that sleep. `close` closes it.
+    The rings take `ring_bytes(edges)` bytes of `memory.data`, from `start` on. This object also uses the counter
+    ASLEEP. `edges`: The pairs of ranks of this host that exchange messages, the same on all ranks of the host.
+    `channel`: Used only to sleep, and to wake ranks that sleep. `close` closes `channel`.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):
@@ -113,7 +113,7 @@ class ShmRing:
             self._channel.wake_rank(rank)
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """See UnixSocketChannel. The rank with the news calls `wake_rank`."""
+        """See UnixSocketChannel. The rank that causes the news must call `wake_rank`."""
         self._has_other_news = has_news
 
     def receive(self) -> list[tuple[int, bytes]]:
@@ -164,7 +164,7 @@ class ShmRing:
         return is_woken or self.ready()
 
     def ready(self) -> bool:
-        """Whether a message has arrived, `wake` was called (reported once), or `has_news()`. Makes no system call."""
+        """Return whether a message has arrived, `wake` was called (true only once), or `has_news()`. No system call."""
         if self._is_woken:
             self._is_woken = False
             return True
@@ -189,5 +189,5 @@ LocalChannel = ShmRing | UnixSocketChannel  # how the ranks of one host exchange
 
 
 def ring_bytes(edges: Sequence[tuple[int, int]]) -> int:
-    """Bytes of shared memory for the rings between these pairs of ranks."""
+    """Return the bytes of shared memory for the rings between the pairs of ranks in `edges`."""
     return 2 * len(edges) * _RING_AND_HEADER_BYTES

@@ -1,4 +1,4 @@
-"""Shared memory of the ranks of one host, with counters on which they wait for each other, and by which they vote.
+"""Shared memory of the ranks of one host, with counters by which the ranks wait for each other and vote.
 
 Used by the engine's thread.
 """
@@ -32,10 +32,10 @@ ROUND_MASK, _READY_BIT, _NUMBER_UNIT = 3, 4, 8
 
 
 class HostMemory:
-    """A block of zeroed memory that the ranks of a host share. `index`: This rank's position among these `ranks`.
+    """A block of memory that the ranks of a host share, with counters and data, all zero at first.
 
-    A wait for another rank fails after `limit_s` seconds (0: never). `interruption` ends a wait. `topology` has the
-    hosts of all ranks; None: all ranks are on this host.
+    `index`: This rank's position in `ranks`. A wait fails after `limit_s` seconds (0: never), or when `interruption`
+    ends it. `topology`: The hosts of all ranks, for error texts; None: all ranks are on this host.
     """
 
     def __init__(self, memory: mmap.mmap, index: int, ranks: Sequence[int], limit_s: float = 0.0,
@@ -59,22 +59,22 @@ class HostMemory:
 
     @staticmethod
     def size_for(count: int, data_bytes: int) -> int:
-        """Bytes of a block for `count` ranks and `data_bytes` of data."""
+        """Return the bytes of a block for `count` ranks and `data_bytes` of data."""
         return rounded_up(count * _WORDS_PER_RANK * 8, mmap.PAGESIZE) + data_bytes
 
     def post(self, value: int, *counters: int) -> None:
-        """Set `counters` (0 to 14) of this rank to `value`, after all its earlier reads and writes (release)."""
+        """After all earlier reads and writes of this rank (release), set its `counters` (0 to 14) to `value`."""
         self._release()
         self._acquire()
         for counter in counters:
             self.words[self._first + counter] = value
 
     def await_all(self, value: int, counter: int) -> None:
-        """Wait until `counter` of every rank is at least `value`. Their earlier writes are then visible (acquire).
+        """Wait until `counter` of every rank is at least `value`. What they wrote before is then visible (acquire).
 
         Raises:
-            StallError: A rank is late by more than the limit, or abandoned the memory because another rank was late.
-            EngineError: A rank has abandoned the memory for another reason.
+            StallError: A rank is late by more than the limit, or has abandoned the memory because it waited too long.
+            EngineError: A rank has abandoned the memory for a different reason.
             RanksLostError: The wait is interrupted.
         """
         words = self.words
@@ -85,7 +85,7 @@ class HostMemory:
         self._acquire()
 
     def have_all(self, value: int, counter: int) -> bool:
-        """Whether `await_all` would return at once. If true, also acts as `await_all` (acquire). Never waits."""
+        """Return whether `await_all` would return at once. Never waits. If true, acts as `await_all` (acquire)."""
         for other in self._others:
             if self.words[other * _WORDS_PER_RANK + counter] < value:
                 return False
@@ -94,17 +94,17 @@ class HostMemory:
         return True
 
     def place(self, rank: int, counter: int) -> int:
-        """The index in `words` of a counter of `rank`."""
+        """Return the index in `words` of a counter of `rank`."""
         return self._first_of[rank] + counter
 
     def counter_of(self, rank: int, counter: int) -> int:
-        """The value of a counter of `rank` that is visible to this rank."""
+        """Return the value of a counter of `rank`, as this rank sees it now."""
         return self.words[self._first_of[rank] + counter]
 
     def abandon(self, is_stalled: bool = False) -> None:
-        """Make waits of other ranks for this rank fail, now and later. Only the first call has an effect.
+        """Make the waits of all other ranks for this rank fail, from now on. Only the first call has an effect.
 
-        `is_stalled`: This rank leaves because it has waited too long for others.
+        `is_stalled`: This rank abandons the memory because it has waited too long for others.
         """
         self._acquire(False)  # A Ctrl-C inside of a fence may have left the lock released.
         if not self.words[self._first + _ABANDONED]:
@@ -130,14 +130,14 @@ class HostMemory:
                 time.sleep(SHM_SLEEP_S)
 
     def _error_of(self, other: int) -> EngineError:
-        """The error to raise in a wait for a rank that has abandoned the memory."""
+        """Return the error for waits for a rank that has abandoned the memory. `other`: Its position in `ranks`."""
         left = f"rank {self._topology.job_ranks[self.ranks[other]]} has left in the middle of a collective"
         if self.words[other * _WORDS_PER_RANK + _ABANDONED] == _HAS_LEFT:
             return RankLeftError(f"{left}.")
         return StallError(f"{left}, after it had waited too long for others. {likely_causes(self._topology)}")
 
     def fence(self) -> None:
-        """A full memory barrier: all earlier reads and writes of this thread come before all later ones."""
+        """Execute a full memory barrier: all earlier reads and writes of this thread come before all later ones."""
         self._release()
         self._acquire()
 
@@ -145,13 +145,13 @@ class HostMemory:
 class SharedMemoryAgreement(AgreementRound):
     """Agreement rounds among the ranks of one host: each rank writes its vote to a counter that all ranks read.
 
-    A vote is one 64-bit word: the number of the operation, whether the rank is ready, and the round modulo 4. The word
-    alone shows whether the vote is of this round, so no counter has to be reset.
+    A vote is one 64-bit word: the number that the rank votes for, whether it is ready, and the round modulo 4. The word
+    itself shows whether the vote is of this round. Therefore no counter has to be reset.
 
-    Votes are double-buffered. A counter is reused two rounds later, and round n + 1 starts only when round n is
-    complete. So all ranks read the same votes, and derive the same outcome.
+    Even and odd rounds have different counters. A rank votes in round n+2 only when all ranks have voted in round n+1,
+    and so have read the votes of round n. Therefore all ranks read the same votes, and derive the same outcome.
 
-    It uses the counters EVEN_VOTE and ODD_VOTE of `memory`. `wake_rank` wakes another rank of the host if it sleeps.
+    The counters are EVEN_VOTE and ODD_VOTE of `memory`. `wake_rank` wakes another rank of the host if it sleeps.
     """
 
     def __init__(self, memory: HostMemory, wake_rank: Callable[[int], None]):
@@ -200,7 +200,7 @@ class SharedMemoryAgreement(AgreementRound):
         return True
 
     def _host_outcome(self) -> tuple[int, Outcome] | None:
-        """(number, outcome) of the host's votes, with number 0 if they differ; None if a rank has not voted."""
+        """Return (number, outcome) of the host's votes, (0, REFUSED) if they differ; None if a rank has not voted."""
         own = common = any_of = self._vote
         for place in self._votes_at[self._counter]:
             vote = self._memory.words[place]

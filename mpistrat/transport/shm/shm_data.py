@@ -20,12 +20,12 @@ _BYTE = np.dtype(np.uint8)
 
 
 class ReduceScatter:
-    """A large reduce-scatter: the pieces that each rank writes to and reads from shared memory; see TwoShotData.run.
+    """A large reduce-scatter that runs in chunks (see TwoShotData.run). Chunk k has piece k of each rank's part.
 
-    Chunk k has piece k of each rank's part. Each rank writes the pieces that others reduce to its memory, contiguously.
-    If each host has one rank, the ranks send the pieces to each other, into the sender's row of the local `memories`.
+    On one host, `memories` are shared: a rank writes pieces to its own row, where the other ranks read them. If each
+    host has one rank, `memories` are local: a rank receives a piece into the row of the sender.
 
-    `memories`: The memory of each rank, in the dtype of the elements. `index`: This rank's position among the ranks.
+    `memories`: A row for each rank, in the dtype of the elements. `index`: This rank's position among the ranks.
     """
 
     def __init__(self, memories: np.ndarray, index: int, first: int, source: np.ndarray,
@@ -39,14 +39,14 @@ class ReduceScatter:
         self.first, self.chunks = first, range(-(-max(counts) // self._step))
 
     def pack(self, k: int) -> None:
-        """Write the pieces of chunk k to this rank's memory."""
+        """Write this rank's pieces of chunk k to its row of `memories`."""
         for rank in range(self._count):
             if rank != self._index or self._packs_own:
                 piece = self._piece(rank, k)
                 scaled_copy(piece, self._reduction.prescale, self._packed(self._index, rank, k, piece.size))
 
     def reduce(self, k: int) -> None:
-        """Reduce this rank's piece of chunk k, which all ranks have packed, into the target."""
+        """Reduce this rank's piece of chunk k, which all ranks have packed or sent, into the target."""
         target = self._target[k * self._step:(k + 1) * self._step]
         parts = self.received(k)
         if not self._packs_own:
@@ -54,24 +54,24 @@ class ReduceScatter:
         combine(parts, self._reduction.op, target, self._reduction.scale)
 
     def sent(self, k: int) -> list[np.ndarray]:
-        """The pieces of chunk k for each rank, multiplied by the prescale factor."""
+        """Return the pieces of chunk k to send, one to each rank, multiplied by the prescale factor."""
         if not self._packs_own:
             return [self._piece(rank, k) for rank in range(self._count)]
         self.pack(k)
         return [self._packed(self._index, rank, k, self._piece(rank, k).size) for rank in range(self._count)]
 
     def received(self, k: int) -> list[np.ndarray]:
-        """The memory for each rank's piece of chunk k that this rank reduces."""
+        """Return, for each rank, the memory with its values of the piece of chunk k that this rank reduces."""
         size = self._piece(self._index, k).size
         return [self._packed(rank, self._index, k, size) for rank in range(self._count)]
 
     def _piece(self, rank: int, k: int) -> np.ndarray:
-        """Piece k of a rank's part of the source; empty if that part has fewer pieces."""
+        """Return piece k of the part of the source for `rank`; empty if that part has fewer pieces."""
         start, stop = self._bounds[rank]
         return self._source[min(start + k * self._step, stop):min(start + (k + 1) * self._step, stop)]
 
     def _packed(self, owner: int, rank: int, k: int, size: int) -> np.ndarray:
-        """The `size` elements of piece k for `rank` in the memory of `owner`."""
+        """Return the memory for piece k of the part for `rank`, of `size` elements, in the row of `owner`."""
         start = (k % tuning.SHM_SCATTERS_UNDER_WAY * self._count + rank) * self._step
         return self._memories[owner][start:start + size]
 
@@ -80,10 +80,10 @@ class SharedMemoryData(TwoShotData):
     """Collectives among the ranks of one host.
 
     All-reduces are those of TwoShotData. A reduce-scatter is the first half of an all-reduce: a rank reduces its part
-    directly into its target. A small reduce-scatter is one-shot, as a small all-reduce is.
+    directly into its target. A small reduce-scatter is one-shot, like a small all-reduce.
 
-    All-to-alls and all-gathers of arrays that fit into shared memory are one copy to it and one copy from it. Larger
-    arrays are passed to `others`: MPI libraries copy large messages directly between the memories of two processes.
+    All-to-alls and all-gathers copy arrays into shared memory, and from there to the targets, if the arrays fit. Larger
+    arrays are passed to `others`, because MPI libraries copy large messages directly between two processes.
     """
 
     name = "shared_memory"
@@ -95,7 +95,7 @@ class SharedMemoryData(TwoShotData):
 
     @classmethod
     def chunks_for(cls, count: int) -> tuple[int, ...]:
-        """The chunk sizes in bytes to try with `count` ranks on this host, as far as its memory allows, ascending."""
+        """Return the chunk sizes (bytes, ascending) to try with `count` ranks on this host, limited by its memory."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         most = min(tuning.SHM_MOST_CHUNK_MEMORY, memory // tuning.SHM_MOST_CHUNK_MEMORY_PART)
         return cls.chunk_bytes, *(chunk for chunk in tuning.SHM_LARGER_CHUNKS if cls.memory_bytes(count, chunk) <= most)
@@ -159,7 +159,7 @@ class SharedMemoryData(TwoShotData):
         self._in_one_chunk(lambda: np.copyto(self._memories[self._index][:data.size], data), read)
 
     def _in_one_chunk(self, write: Callable[[], None], read: Callable[[], None]) -> None:
-        """Call `write`, then `read` when `write` has returned on all ranks. Both may use all memory of the ranks."""
+        """Call `write`, then `read` after all ranks have returned from `write`. Both may use all of `_memories`."""
         memory, number = self.memory, self.last_chunk + 1
         memory.await_all(max(self.free_at), CONSUMED)
         write()
@@ -171,6 +171,6 @@ class SharedMemoryData(TwoShotData):
 
 
 def _parts(counts: Sequence[int], itemsize: int) -> list[slice]:
-    """The byte ranges of contiguous parts with `counts` elements."""
+    """Return the byte range of each part. The parts follow each other, and part r has `counts[r]` elements."""
     ends = list(accumulate(counts))
     return [slice((end - count) * itemsize, end * itemsize) for end, count in zip(ends, counts, strict=True)]

@@ -34,7 +34,7 @@ Stage = Callable[[Any, int], None]  # a step on chunk k of a collective
 
 
 class Move(NamedTuple):
-    """A copy between elements of an array and shared memory."""
+    """A copy from an array to shared memory, or from shared memory to an array."""
 
     array: int  # the index of the array
     part: slice  # the elements of the array
@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Elements of an array that this rank reduces without packing its own part."""
+    """Elements of an array that this rank reduces. This rank reads them from the array, and does not pack them."""
 
     array: int
     part: slice
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 class Chunked(Protocol):
-    """A collective that runs in chunks, as many on all ranks. `first`: the number of its first chunk, from 1."""
+    """A collective that runs in chunks. Their number is the same on all ranks. `first`: See TwoShotData.run."""
 
     @property
     def chunks(self) -> Sized: ...
@@ -61,7 +61,7 @@ class Chunked(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of the arrays. Some or all ranks reduce one slice of the chunk each."""
+    """Consecutive elements of the arrays. Each of the ranks, or of the first ranks, reduces one slice of the chunk."""
 
     packs: list[Move]  # The copies to shared memory that this rank makes.
     own: slice | None  # The slice of the chunk that this rank reduces; None: this rank reduces no slice.
@@ -92,7 +92,7 @@ class TwoShotReduce(Prepared):
         self.wait_s = 0.0  # Seconds of the wait for the last rank to begin.
 
     def pack_ahead(self) -> None:
-        """See Prepared. Packs the first chunks whose memory is free."""
+        """See Prepared. Packs the first chunks, as far as their memory is free."""
         began = time.perf_counter()
         for k, chunk in enumerate(self.chunks[:self.plane.slots]):
             if not self.plane.memory.have_all(self.plane.free_at[k], CONSUMED):
@@ -116,10 +116,10 @@ class TwoShotReduce(Prepared):
 
 
 class OneShot(Prepared):
-    """A one-shot all-reduce of a small message. It counts as one chunk of TwoShotData.
+    """A one-shot all-reduce of small arrays. TwoShotData counts it as one chunk.
 
-    Most of the time of a small message is that of Python calls (about 0.8 us per call with cold caches), so the methods
-    make few calls. If all ranks have packed before they agree on the all-reduce, no rank waits for another afterwards.
+    A small all-reduce spends most of its time in Python calls (about 0.8 us each with cold caches), so the methods make
+    few calls. If all ranks have packed before they agree on the all-reduce, no rank waits for another afterwards.
     """
 
     __slots__ = ("parts",)
@@ -128,7 +128,7 @@ class OneShot(Prepared):
     parts: np.ndarray  # The memory into which the ranks of the host pack: for each rank a row of all elements.
 
     def pack_ahead(self) -> None:
-        """See Prepared. Packs if the memory is free."""
+        """See Prepared. Packs this rank's part if the memory is free."""
         memory = self.plane.memory
         if not self.is_packed and memory.have_all(max(self.plane.free_at), CONSUMED):
             pack(self.sources, self.parts[memory.index], self.reduction.prescale)
@@ -158,7 +158,7 @@ class OneShot(Prepared):
 
 
 def _are_large(nbytes: int, tensors: Sized) -> bool:
-    """Whether to reduce tensors of `nbytes` together one by one, and not as one packed array."""
+    """Return whether to reduce `tensors`, which have `nbytes` in all, one by one, and not as one packed array."""
     return nbytes >= len(tensors) * tuning.SHM_LARGE_TENSOR_BYTES
 
 
@@ -176,19 +176,19 @@ class ChunkKey(NamedTuple):
 
 
 class ChunkChoice:
-    """The choice of the bytes of a chunk, by the measured times of all-reduces of one dtype and nearly the same size.
+    """Chooses the chunk size for all-reduces of one dtype and nearly the same size, by their measured times.
 
     Cores that share a cache pass small chunks to each other from cache to cache. Cores without a shared cache (two
     sockets, two parts of one processor) fetch a small chunk line by line from the writer's cache, and prefetch a large
     chunk, which is in memory. The kernel's information on shared caches is wrong in a virtual machine, and a virtual
-    machine may move. So the times decide.
+    machine may move. Therefore the choice depends on measured times.
 
-    All candidates are tried in turn on a few all-reduces, and the best candidate is kept. After a number of all-reduces
-    all candidates are tried again; earlier if the speed has changed. The number doubles when a trial changes nothing.
-    The speed alone is not enough: when ranks move to cores with a shared cache, large chunks take as long as before.
+    In a trial, a few all-reduces use all candidates in turn, and the best candidate is kept. The next trial follows
+    after a number of all-reduces, which doubles when a trial changes nothing, and earlier if the speed has changed. The
+    speed is not the only trigger, because large chunks are not faster when ranks move to cores that share a cache.
 
     Args:
-        candidates: Bytes of a chunk. The first candidate is used until the first choice.
+        candidates: Chunk sizes in bytes. The first candidate is used until the first choice.
     """
 
     def __init__(self, candidates: Sequence[int]):
@@ -204,17 +204,17 @@ class ChunkChoice:
         self._try_all(1 + tuning.CHUNK_TRIES)
 
     def __str__(self) -> str:
-        """The choice, and the measured times on which the choice is based."""
+        """Return the chosen chunk size, with the measured times on which the choice is based."""
         tried = ", ".join(f"{_size(chunk)} {s_per_byte * 2**20 * 1e6:.0f}" for chunk, s_per_byte in
                           self.s_per_byte.items())
         return f"{_size(self.chunk)} (us per MiB: {tried})" if tried else _size(self.chunk)
 
     def upcoming(self) -> int:
-        """The chunk bytes for the all-reduce after the one that begins now. To be called once per all-reduce."""
+        """Return the chunk size in bytes for the all-reduce after the current one. To be called once per all-reduce."""
         return self._untried.popleft() if self._untried else self.chunk
 
     def took(self, chunk: int, s_per_byte: float) -> bool:
-        """Note the time of an all-reduce with these `chunk` bytes. Returns whether this made a first or another choice.
+        """Note the time of an all-reduce with chunks of `chunk` bytes. Returns whether there is a new choice now.
 
         `s_per_byte`: The seconds per byte, without the wait for the last rank to begin.
         """
@@ -273,28 +273,29 @@ class _Views(NamedTuple):
 
 
 class TwoShotData(DataPlane):
-    """All-reduces of the ranks of one host in shared memory. The other collectives are passed on.
+    """All-reduces of the ranks of one host in shared memory. `others` executes all other collectives.
 
-    An all-reduce has three steps per chunk. Each rank packs its part of the slices that other ranks reduce into its
-    shared memory. It then reduces its own slice, in the order of the ranks, from the others' memory and from its own
-    tensors, writes the result to shared memory, and copies it to its targets. Last, it copies the slices that the other
-    ranks have reduced to its targets. While one chunk is packed, the one before is reduced, and the one before that is
-    unpacked, so that a rank that is a little late delays no other. Small chunks under way stay in the processor's
-    cache. The fastest chunk size is measured, see ChunkChoice: the first rank of the host times the all-reduces. With
-    the first chunk of each all-reduce it posts the chunk size of the next all-reduce with the same ChunkKey.
+    A chunk of an all-reduce consists of slices, one for each rank, and takes three steps. First, each rank packs into
+    its shared memory the slices that other ranks reduce. Second, it reduces its own slice, in the order of the ranks,
+    from the others' memory and from its own tensors. It writes the result to shared memory, and copies it from there to
+    its targets. Third, it copies to its targets the slices that other ranks have reduced. While one chunk is packed,
+    the chunk before it is reduced, and the chunk before that is unpacked. Therefore a rank that is a little late delays
+    no other. Small chunks stay in the processor's cache. ChunkChoice finds the fastest chunk size: the first rank of
+    the host times the all-reduces. With the first chunk of an all-reduce, it posts the chunk size of the next
+    all-reduce with the same ChunkKey.
 
     The results are private to each rank. Results in memory that all ranks of the host read would save the last copy
     (gradients of ResNet-50, 2 ranks: 15 ms instead of 16). But TensorFlow writes in place to slices of tensors that it
-    is given, which changed the results of the other ranks.
+    is given, and thereby changed the results of the other ranks.
 
-    The rank that reduces a slice also copies it to its targets from shared memory: a copy writes large memory without
-    reading it first, an addition reads it first. 102 MB on 2 ranks take 37 ms, 38 ms without that copy, and 46 ms if
-    every rank reduces all slices.
+    A rank adds up its slice in shared memory and copies it to its targets, because a copy writes large memory without
+    reading it first, and an addition reads it first. 102 MB on 2 ranks take 37 ms, 38 ms without that copy, and 46 ms
+    if every rank reduces all slices.
 
     Args:
         memory: Has at least `memory_bytes` of data, reserved for this object.
         chunks: Sizes of a chunk in bytes, powers of two, ascending. The larger sizes are tried for large all-reduces.
-        others: Serves the other collectives. `close` closes it.
+        others: Executes the other collectives. `close` closes `others`.
     """
 
     slots = tuning.SHM_CHUNKS_UNDER_WAY
@@ -323,7 +324,7 @@ class TwoShotData(DataPlane):
 
     @classmethod
     def memory_bytes(cls, count: int, chunk: int) -> int:
-        """Bytes of shared memory for `count` ranks on a host and chunks of `chunk` bytes."""
+        """Return the bytes of shared memory for `count` ranks on a host and chunks of `chunk` bytes."""
         return cls.slots * (count + 1) * chunk
 
     def allreduce(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> None:
@@ -368,7 +369,7 @@ class TwoShotData(DataPlane):
                  packs_own: bool) -> list[Chunk]:
         """Divide arrays of `sizes` elements into chunks of `per_chunk` elements. Chunk k uses slots[k % len(slots)].
 
-        The caller keeps the result: computing it takes longer than the reduction of a few chunks of 512 KiB.
+        The caller keeps the result, because computing it takes longer than reducing a few chunks of 512 KiB.
 
         `packs_own`: Whether this rank also packs the slice that it reduces.
         """
@@ -391,7 +392,7 @@ class TwoShotData(DataPlane):
         return chunks
 
     def _slices_of(self, size: int, itemsize: int) -> tuple[slice | None, list[slice]]:
-        """For a chunk of `size` elements: the slice that this rank reduces (None: it reduces none), and the others."""
+        """Return the slice of a chunk of `size` elements that this rank reduces, or None, and the slices around it."""
         reducers = self._reducers(size * itemsize)
         if self._index >= reducers:
             return None, [slice(0, size)]
@@ -399,14 +400,14 @@ class TwoShotData(DataPlane):
         return own, [part for part in (slice(0, own.start), slice(own.stop, size)) if part.start < part.stop]
 
     def _reducers(self, nbytes: int) -> int:
-        """How many ranks reduce a slice of a chunk of `nbytes`. These are the first ranks of the host."""
+        """Return into how many slices a chunk of `nbytes` is divided. The i-th rank of the host reduces slice i."""
         return self._count
 
     def run(self, work: Chunked, stages: Sequence[Stage]) -> None:
-        """Run the stages on all chunks of a collective. Each stage is one chunk behind the stage before it.
+        """Run `stages` on all chunks of the collective `work`. Each stage is one chunk behind the stage before it.
 
-        `work`: The collective. It has as many `chunks` on all ranks, and `first`, the number of the first of them. The
-        counters number the chunks of all collectives, from 1.
+        All ranks have the same number of chunks. Chunks are numbered from 1, over all collectives of this object, and
+        `work.first` is the number of the first chunk of `work`. The counters of HostMemory hold these numbers.
         """
         count = len(work.chunks)
         if not count:
@@ -420,7 +421,7 @@ class TwoShotData(DataPlane):
             self.free_at[k % self.slots] = work.first + k
 
     def run_timed(self, work: TwoShotReduce) -> None:
-        """Run an all-reduce. If it has a kind, the first rank of the host times it, and posts the next chunk size."""
+        """Run an all-reduce. If it has a `kind`, the first rank of the host times it, and posts the next chunk size."""
         if work.kind is None or self._index:
             self.run(work, self.stages)
             return
@@ -437,7 +438,7 @@ class TwoShotData(DataPlane):
         return [f"{kind} use chunks of {choice}." for kind, choice in list(self.choices.items()) if choice.s_per_byte]
 
     def _room_for(self, work: TwoShotReduce, k: int) -> int:
-        """The number of the chunk that must be consumed and unpacked before chunk k may overwrite its memory."""
+        """Return the number of the chunk that all ranks must have finished before chunk k may use the same memory."""
         return self.free_at[k] if k < self.slots else work.first + k - self.slots
 
     @property
@@ -465,7 +466,7 @@ class TwoShotData(DataPlane):
         self.memory.post(work.first + k, READY, CONSUMED)
 
     def _reduce_slice(self, work: TwoShotReduce, chunk: Chunk, result: np.ndarray, scale: Scale) -> None:
-        """Reduce this rank's slice of a chunk over the ranks of the host."""
+        """Reduce this rank's slice of a chunk over the ranks of the host, into `result`."""
         if not chunk.reads:
             combine(chunk.parts, work.reduction.op, result, scale)
         for array, part, parts, here in chunk.reads:
@@ -474,7 +475,7 @@ class TwoShotData(DataPlane):
             combine(all_parts, work.reduction.op, result[here], scale)
 
     def _unpack(self, work: TwoShotReduce, k: int) -> None:
-        """Copy the slices that other ranks have reduced to the targets."""
+        """Copy to the targets the slices of chunk k that other ranks have reduced."""
         self.memory.await_all(work.first + k, READY)
         work.copy_out(work.chunks[k].other_copies)
         self.memory.post(work.first + k, UNPACKED)
@@ -511,6 +512,6 @@ class TwoShotData(DataPlane):
 
 
 def _moves(layout: FlatLayout, start: int, parts: Sequence[slice], memory: np.ndarray) -> list[Move]:
-    """The copies for the slices `parts` of a chunk that starts at element `start` and uses `memory`."""
+    """Return the copies for the slices `parts` of a chunk. The chunk starts at element `start` and uses `memory`."""
     return [Move(array, part, memory[elements][here]) for elements in parts
             for array, part, here in layout.segments(start + elements.start, elements.stop - elements.start)]

@@ -1,7 +1,7 @@
-"""`import horovod` in a program that is not edited: it has the names of mpistrat. See mpistrat/horovod/__init__.py.
+"""The package `horovod` for programs that are not edited. mpistrat/horovod/__init__.py gives it the names of mpistrat.
 
-Only processes with the parent directory on PYTHONPATH find this package: processes of `mpistrat run --as-horovod`, and
-of a shell that has evaluated `mpistrat as-horovod --env`.
+Python finds this package only if the parent directory of the package is on PYTHONPATH. `mpistrat run --as-horovod`
+puts the directory there for its ranks, and `mpistrat as-horovod --env` for a shell that evaluates its output.
 """
 
 from mpistrat.horovod import VERSION, install_horovod
