@@ -42,7 +42,7 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class WireFormat(NamedTuple):
-    """How an element is sent: as `parts` numbers. They have the dtype `memory` in the tensor, and `dtype` when sent."""
+    """How NCCL sends an element: as `parts` numbers. Their dtype is `memory` in the tensor, and `dtype` when sent."""
 
     memory: str
     dtype: str
@@ -69,7 +69,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | None:
-    """Return the format in which NCCL can reduce `dtype`; None if it cannot. Wide floats become `wire_dtype`."""
+    """Return the format in which NCCL can reduce `dtype`, or None. float32 and float64 are sent as `wire_dtype`."""
     if wire_dtype and dtype in _WIDE:
         return WireFormat(dtype, wire_dtype)
     if dtype in DTYPES:
@@ -95,7 +95,7 @@ class NcclReduction(NamedTuple):
 def nccl_reduction(reduction: Reduction, wire: WireFormat, size: int, version: int) -> NcclReduction:
     """Return how NCCL does `reduction` among `size` ranks. `version`: NCCL's version code.
 
-    An average of floats without other factors is ncclAvg, but a scaled sum while some ranks wait in join().
+    An average of floats over all ranks without other factors is ncclAvg. All other averages are a scaled sum.
     """
     scale = reduction.scale
     if (reduction.op is ReduceOp.SUM and 1 < size == scale.divisor and (reduction.prescale, scale.factor) == (1.0, 1.0)
@@ -183,6 +183,8 @@ class NcclStream:
                        reduction: NcclReduction) -> None:
         """Reduce `source`, and write the part of this rank to `target`. The part of rank r has `counts[r]` elements."""
         parts = [count * wire.parts for count in counts]
+        if not any(parts):
+            return
         is_direct = reduction.prescale == 1.0 and not wire.is_converted
         input_address, itemsize = source.address if is_direct else self._next_buffer(), wire.itemsize
         output_address = target.address if is_direct else input_address + sum(parts[:rank]) * itemsize
@@ -207,8 +209,6 @@ class NcclStream:
                         self.communicator.reduce(start, output, count, number, operation, root, stream)
                     start += count * itemsize
 
-        if not any(parts):
-            return
         if is_direct and reduction.scale.is_identity:
             self._begin(self._reductions)
             enqueue()
@@ -218,7 +218,7 @@ class NcclStream:
                 copies(parts[rank]).from_buffer(output_address, [target.address]), wire, reduction))
 
     def exchange(self, source: int, target: int, sent: Sequence[int], received: Sequence[int]) -> None:
-        """Send the next `sent[r]` bytes at `source` to rank r. Receive `received[r]` bytes from rank r at `target`."""
+        """Send `sent[r]` bytes to each rank r, and receive `received[r]`. At both addresses they are in rank order."""
         if not (any(sent) or any(received)):
             return
         self._begin(self._reductions)
@@ -235,7 +235,7 @@ class NcclStream:
     # -- the pipeline -------------------------------------------------------------------------------------------------
 
     def _next_buffer(self) -> int:
-        """Return the address of the next fusion buffer. The stream unpacks its old bucket before it packs a new one."""
+        """Return the address of the fusion buffer to pack next, the one that was not packed last."""
         self._turn += 1
         return int(self.buffers[self._turn % BUFFERS].address)
 

@@ -98,7 +98,7 @@ def is_users(file: str) -> bool:
 def split_message(error: BaseException) -> tuple[list[Frame], str]:
     """Return the stack frames in the message of an exception, and the message without them, with the class in front.
 
-    Only messages of TensorFlow and AutoGraph are split. If one contains an error of mpistrat, the rest is left out.
+    Only messages of TensorFlow and AutoGraph are split. If they contain an error of mpistrat, only that error is kept.
     """
     text = _ANSI.sub("", "".join(traceback.format_exception_only(error)).rstrip())
     head, colon, rest = text.partition(": ")
@@ -191,8 +191,8 @@ def where() -> str:
 def main_line() -> str:
     """Return, as text, the line of the user's code that the main thread executes; "" if it executes no such code.
 
-    The tracer calls this each second. From Python 3.12 on it walks frame objects, because making them cannot start a
-    garbage collection there. It does not use faulthandler, which has crashed Python 3.13.0 when it read the state of a
+    The tracer calls this each second. From Python 3.12 on this walks frame objects, whose creation no longer starts a
+    garbage collection. It does not use faulthandler, which has crashed Python 3.13.0 when it read the state of a
     thread that was ending (https://github.com/python/cpython/issues/116008). Before Python 3.12 it uses `_stacks`.
     """
     main = threading.main_thread().ident
@@ -201,7 +201,8 @@ def main_line() -> str:
     else:
         innermost = sys._current_frames().get(main or 0)
         walked = islice(traceback.walk_stack(innermost), 100) if innermost else ()
-        stack = [Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walked][::-1]
+        stack = [Frame(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in walked][::-1]
+        del innermost, walked  # Otherwise the objects of a function that returns now may be destroyed in this thread.
     frames = _users(stack)
     if not frames:
         return ""
@@ -212,7 +213,7 @@ def main_line() -> str:
 def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
     """Return (ident, frames) of each Python thread, and whether one of the threads runs the garbage collector.
 
-    Frames are outermost first, at most 100 per thread. A thread that runs the collector waits in a destructor now.
+    Frames are outermost first, at most 100 per thread. A collector that runs now waits for the destructor of an object.
 
     Uses faulthandler, which makes no objects. Walking the frames of sys._current_frames() has crashed Python 3.11.7
     (see https://github.com/python/cpython/issues/99110). Most likely, making a frame object started a garbage

@@ -135,6 +135,15 @@ def test_empty_tensors_enqueue_nothing() -> None:
     job.reduce(np.ones(0))
     job.reduce(np.ones(0), np.ones((3, 0)))
     assert job.device.log == []
+    # Nor do they take the buffer of a reduction that is not unpacked yet.
+    first, nothing, second = ([job.arrays(np.full(size, value, np.float32))[0] for _ in range(2)]
+                              for size, value in ((3, 1), (0, 0), (3, 2)))
+    job.device.log.clear()
+    allreduce(job.plane, first, first, Reduction(ReduceOp.SUM))
+    job.plane.reducescatter(nothing[0], nothing[1], [0], Reduction(ReduceOp.SUM, 2.0))
+    allreduce(job.plane, second, second, Reduction(ReduceOp.SUM))
+    job.finish()
+    assert [array.owner.view()[0] for array in (*first, *second)] == [1, 1, 2, 2]
 
 
 GROUP, END = ("group",), ("end of group",)

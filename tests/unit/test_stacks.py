@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,14 @@ def test_names_of_all_scripts_and_the_last_of_many_frames_are_read(tmp_path: Pat
     assert names["\u00fc"](error_text.main_line, 300) == f"at {frame}: {source}"
     assert names["\u00fc"](error_text.where, 300).startswith("\n".join(
         ["in the main thread:"] + [f"  File {frame}\n    {source}"] * error_text._MOST_FRAMES))
+
+
+def test_code_without_a_line_number_is_line_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_text, "sys", SimpleNamespace(version_info=(3, 12), _current_frames=sys._current_frames))
+    monkeypatch.setattr(error_text.traceback, "walk_stack", lambda frame: iter([(frame.f_back, None)]))
+    names: dict = {"look": error_text.main_line}
+    exec(compile("def at():\n    return look()", "script.py", "exec"), names)
+    assert names["at"]() == 'at "script.py", line 0, in at: '
 
 
 def test_threads_have_their_names_and_the_lines_of_the_user_but_not_those_of_python() -> None:
