@@ -23,8 +23,7 @@ def test_the_hosts_are_a_pair_without_a_way_out(hosts: Hosts) -> None:
     first, second = hosts.names
     # mpirun itself may have something to say, too.
     routes = [line.split(" dev ")[0] for line in job.output.splitlines() if " dev " in line]
-    assert sorted(routes) == [
-        f"{first}: 10.200.77.0/24", f"{second}: 10.200.77.0/24"], job.output
+    assert sorted(routes) == [f"{first}: 10.200.77.0/24", f"{second}: 10.200.77.0/24"], job.output
 
 
 # By how the ranks are placed: the host of each rank, local_rank and local_size, cross_rank and cross_size.

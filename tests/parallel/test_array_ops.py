@@ -210,8 +210,7 @@ def test_arrays_in_any_memory_order(view: Callable, rank: int, size: int) -> Non
     array = view(np.arange(24.0).reshape(6, 4) + rank)
     expected = sum(view(np.arange(24.0).reshape(6, 4) + r) for r in range(size))
     np.testing.assert_array_equal(mpistrat.allreduce(array, op=mpistrat.Sum), expected)
-    np.testing.assert_array_equal(mpistrat.broadcast(array, size - 1),
-                                  view(np.arange(24.0).reshape(6, 4) + size - 1))
+    np.testing.assert_array_equal(mpistrat.broadcast(array, size - 1), view(np.arange(24.0).reshape(6, 4) + size - 1))
     np.testing.assert_array_equal(mpistrat.allgather(array)[:len(array)], view(np.arange(24.0).reshape(6, 4)))
 
 

@@ -200,8 +200,7 @@ def test_a_group_of_mixed_dtypes_and_sizes(library: Any, rank: int, size: int) -
         (count, dtype) for count in (1, 0, 100, 3, 40_000) for dtype in ("float32", "int16", "float16"))]
     results = mpistrat.grouped_allreduce([library.array(value) for value in values], op=mpistrat.Sum)
     for i, (result, value) in enumerate(zip(results, values)):
-        np.testing.assert_array_equal(library.values(result),
-                                      np.full_like(value, size * i + size * (size - 1) // 2))
+        np.testing.assert_array_equal(library.values(result), np.full_like(value, size * i + size * (size - 1) // 2))
 
 
 def test_rows_are_gathered_in_the_order_of_the_ranks(library: Any, rank: int, size: int) -> None:

@@ -172,8 +172,7 @@ def test_a_gradient_that_begins_with_a_reshape_reads_what_is_reduced(hvd: Any, r
 
     values = np.arange(6.0).reshape(2, 3)
     for _ in range(5):
-        np.testing.assert_array_equal(gradient(tf.constant(values, tf.float32)).numpy(),
-                                      values * size * (size + 1))
+        np.testing.assert_array_equal(gradient(tf.constant(values, tf.float32)).numpy(), values * size * (size + 1))
 
 
 def test_the_gradient_of_sync_batch_normalization_is_that_on_the_host(hvd: Any, rank: int, size: int,

@@ -142,8 +142,7 @@ def test_process_sets_cannot_change_meanwhile(rank: int, size: int) -> None:
 def test_tensors_of_a_loop(in_graph: bool, rank: int, size: int) -> None:
     def step(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         slices = tf.IndexedSlices(tf.fill([1, 2], value), tf.constant([rank], tf.int64), tf.constant([size, 2]))
-        return (hvd.allreduce(value, name="value"),
-                tf.convert_to_tensor(hvd.allreduce(slices, name="slices")))
+        return (hvd.allreduce(value, name="value"), tf.convert_to_tensor(hvd.allreduce(slices, name="slices")))
 
     function = tf.function(step) if in_graph else step
     for number in range(rank + 1):

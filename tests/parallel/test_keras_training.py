@@ -311,8 +311,7 @@ def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_e
     """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
     strategy = None if front == "optimizer" else MPIStrategy(**{"variables": "central"} if front == "central" else {})
     with contextlib.nullcontext() if strategy is None else strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False,
-                                                                        kernel_initializer="zeros")])
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.8)
         model.compile(hvd.DistributedOptimizer(optimizer) if strategy is None else optimizer,
                       lambda y, prediction: prediction[:, 0], run_eagerly=run_eagerly)

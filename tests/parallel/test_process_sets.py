@@ -312,8 +312,7 @@ def test_optimizers_tapes_and_callbacks_take_a_set(rank: int, size: int, two_set
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), keras.layers.BatchNormalization(),
                               keras.layers.Dense(1)])
-    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.1), process_set=first), "mse",
-                  metrics=["mae"])
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.1), process_set=first), "mse", metrics=["mae"])
     rows = np.random.default_rng(rank).normal(size=(8, 2)).astype("float32")
     history = model.fit(rows, rows.sum(1), batch_size=4, epochs=2, verbose=0, callbacks=[
         hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0, process_set=first),

@@ -127,8 +127,7 @@ def test_ranks_of_a_set_between_hosts_accumulate(passes: int, rank: int, size: i
             plain, sent = (trained_in(of_set, each) for each in (hvd.Compression.none, hvd.Compression.int8))
             off = np.linalg.norm(sent - plain) / np.linalg.norm(plain - 1)
             assert 1e-5 < off < 0.01, off
-            assert all(np.array_equal(sent, other) for other in
-                       mpistrat.allgather_object(sent, process_set=of_set))
+            assert all(np.array_equal(sent, other) for other in mpistrat.allgather_object(sent, process_set=of_set))
 
 
 def test_a_rank_without_the_compression_of_the_others_is_named(rank: int, size: int) -> None:

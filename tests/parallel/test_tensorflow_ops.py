@@ -108,10 +108,8 @@ def test_allgather_of_different_numbers_of_rows(way: Callable, rank: int, size: 
 @both_ways
 def test_whatever_becomes_a_tensor_is_taken(way: Callable, rank: int, size: int) -> None:
     variable = tf.Variable([1.0, 2.0])
-    step = way(lambda: [hvd.allreduce(value, op=hvd.Sum) for value in
-                        (1.0, [1, 2], np.ones(2), variable)])
-    assert [result.numpy().tolist() for result in step()] == [
-        size, [size, 2 * size], [size, size], [size, 2 * size]]
+    step = way(lambda: [hvd.allreduce(value, op=hvd.Sum) for value in (1.0, [1, 2], np.ones(2), variable)])
+    assert [result.numpy().tolist() for result in step()] == [size, [size, 2 * size], [size, size], [size, 2 * size]]
 
 
 @pytest.mark.horovod("grouped-allreduce")

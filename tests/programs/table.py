@@ -56,8 +56,7 @@ def by_name(ranks: int, name: str, says: str = r"^rank \d: returned (\d\.\d{5}) 
 
 def features(part: str) -> Program:
     """What each feature of a module of features/, or each that is named, does with MPIStrategy, on two ranks."""
-    return Program(2, f"{HERE}/features/__main__.py --try mpi {part}", r"^ends \w+ works$[\s\S]*\Z",
-                   all_say=True)
+    return Program(2, f"{HERE}/features/__main__.py --try mpi {part}", r"^ends \w+ works$[\s\S]*\Z", all_say=True)
 
 
 ONE_THREAD = "TF_NUM_INTEROP_THREADS=1 TF_NUM_INTRAOP_THREADS=1"

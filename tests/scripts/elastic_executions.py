@@ -73,7 +73,6 @@ if door == "strategy":
 else:
     x, model = x[hvd.rank()::hvd.size()], Model()
     model.compile(hvd.DistributedOptimizer(optimizer), lambda y, predicted: predicted, steps_per_execution=EXECUTION)
-model.fit(x, x, batch_size=BATCH, shuffle=False, verbose=0,
-          callbacks=[Change(), hvd.callbacks.Elastic(commit_every=1)])
+model.fit(x, x, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[Change(), hvd.callbacks.Elastic(commit_every=1)])
 print(f"rank {hvd.rank()} of {hvd.size()}: generation {own.job.generation}, weight {model.weight.numpy():g}",
       flush=True)

@@ -55,8 +55,7 @@ def last_loss(made: Callable[[], tuple[keras.Model, np.ndarray, np.ndarray]], co
     """Train, and return the loss of rows that are the same for all ranks."""
     keras.utils.set_random_seed(7)
     model, x, y = made()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(2e-3),
-                                         compression=getattr(hvd.Compression, compression))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(2e-3), compression=getattr(hvd.Compression, compression))
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rows = np.random.default_rng(hvd.rank()).integers(0, len(x), STEPS * ROWS)
     model.fit(x[rows], y[rows], batch_size=ROWS, shuffle=False, verbose=0)

@@ -35,8 +35,7 @@ def step(value: tf.Tensor, more: tf.Tensor) -> tf.Tensor:
     for i in order:
         mine = tf.fill([10 + i], value * tf.cast(rank + 1, tf.float32) + tf.cast(i, tf.float32))
         sums[i] = hvd.allreduce(tf.concat([mine, more], 0) if i == odd else mine, op=hvd.Sum, name=f"tensor/{i}")
-    return tf.stack([tf.reduce_max(tf.abs(s - (value * size * (size + 1) / 2 + size * i)))
-                     for i, s in enumerate(sums)])
+    return tf.stack([tf.reduce_max(tf.abs(s - (value * size * (size + 1) / 2 + size * i))) for i, s in enumerate(sums)])
 
 
 for number in range(steps):

@@ -16,8 +16,7 @@ what, directory = sys.argv[1:]
 strategy = MPIStrategy(tf.distribute.experimental.CommunicationOptions(timeout_seconds=3))
 with strategy.scope():
     metric = keras.metrics.Mean()
-    seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ,
-                       aggregation=tf.VariableAggregation.SUM)
+    seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
     model.compile("sgd", loss="mse")
 strategy.run(lambda: metric.update_state(1.0))

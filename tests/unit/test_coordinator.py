@@ -407,8 +407,7 @@ def test_a_mismatch_in_a_graph_ends_all_engines(odd: int) -> None:
 
 def test_many_ranks_are_written_as_runs() -> None:
     def said(ranks: set[int]) -> str:
-        return describe_mismatch({allreduce("a", 1): ranks, allreduce("a", 2): {10_000}},
-                                 Topology(0, ("",) * 10_001))
+        return describe_mismatch({allreduce("a", 1): ranks, allreduce("a", 2): {10_000}}, Topology(0, ("",) * 10_001))
 
     assert "on ranks [0, 1, 2]; " in said({0, 1, 2})
     assert "on ranks [0-3]; " in said({0, 1, 2, 3})

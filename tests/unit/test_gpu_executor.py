@@ -629,8 +629,7 @@ def test_known_numbers_that_come_out_wrong_when_nccl_is_connected_stage_all_tens
     if wrong == "unpack":  # The last tensor is left out.
         monkeypatch.setattr(Device, "batched_copy", lambda self, table, *of: copy(self, table[:-1], *of))
     elif wrong == "stream":  # The copies do not wait for the reduction.
-        monkeypatch.setattr(Device, "wait", lambda self, stream, event: (
-            stream.ptr == 3 or wait(self, stream, event)))
+        monkeypatch.setattr(Device, "wait", lambda self, stream, event: (stream.ptr == 3 or wait(self, stream, event)))
     else:
         def off_by_one(self: Communicator, source: int, target: int, *of: int) -> None:
             all_reduce(self, source, target, *of)

@@ -185,8 +185,7 @@ every_module = pytest.mark.parametrize("module", modules(), ids=titled)
 @every_module
 def test_a_module_imports_only_the_packages_below_its_own(module: str) -> None:
     package = package_of(module)
-    others = {titled(name) for name in own_imports(module)
-              if package_of(name) not in {package} | PACKAGES[package]}
+    others = {titled(name) for name in own_imports(module) if package_of(name) not in {package} | PACKAGES[package]}
     assert not others, f"{titled(module)} is in package {titled(package)}"
 
 

@@ -169,8 +169,7 @@ def test_records_travel_in_small_messages() -> None:
 
 def test_the_time_of_each_rank_adds_up() -> None:
     first, second = analyse(JOB).ranks
-    assert (first.computing, first.waiting, first.agreeing, first.moving) == pytest.approx(
-        (0, 11 / 16, 1 / 16, 4 / 16))
+    assert (first.computing, first.waiting, first.agreeing, first.moving) == pytest.approx((0, 11 / 16, 1 / 16, 4 / 16))
     assert (second.computing, second.waiting, second.agreeing, second.moving) == pytest.approx(
         (11 / 16, 0, 1 / 16, 4 / 16))
 

@@ -119,14 +119,12 @@ def rows_of(piece: Piece, x: np.ndarray, world: World) -> tuple[np.ndarray, Pull
     if kind in ("several", "independent"):
         count = 3 if kind == "several" else piece.count
         factor = sum(range(1, count + 1))
-        return (small(x + sum((i + 1) * (x + i).sum(0) for i in range(count))),
-                lambda g: g + to_all(factor * g.sum(0)))
+        return (small(x + sum((i + 1) * (x + i).sum(0) for i in range(count))), lambda g: g + to_all(factor * g.sum(0)))
     if kind in ("gather", "gather of hvd"):
         # Where several rows have the largest, each has a part of the gradient.
         shares = np.ones_like(x) if world.sums_gathered else (x == x.max(0)) / (x == x.max(0)).sum(0)
         divisor = size if kind == "gather of hvd" else 1
-        return (small(x + (total if world.sums_gathered else x.max(0))),
-                lambda g: g + shares * g.sum(0) / divisor)
+        return (small(x + (total if world.sums_gathered else x.max(0))), lambda g: g + shares * g.sum(0) / divisor)
     if kind == "weighted":
         return to_all(small((np.arange(1.0, size + 1)[:, np.newaxis] * x).sum(0))), no_gradient
     if kind == "largest":

@@ -40,8 +40,7 @@ class GAN(keras.Model):
         rows = tf.shape(real)[0]
         noise = keras.random.normal((rows, NOISE), seed=self.seeds)
         with tf.GradientTape() as tape:
-            judged = self.discriminator(tf.concat([self.generator(noise, training=True), real], axis=0),
-                                        training=True)
+            judged = self.discriminator(tf.concat([self.generator(noise, training=True), real], axis=0), training=True)
             truth = tf.concat([tf.zeros((rows, 1)), tf.ones((rows, 1))], axis=0)
             discriminator_loss = self.loss_of(truth, judged)
         weights = self.discriminator.trainable_weights
