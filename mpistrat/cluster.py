@@ -88,7 +88,7 @@ class Cluster:
     def wait_for_chief(self, timeout_s: float | None = None) -> bool:
         """Wait until the chief has ended or has left the cluster; see MPIClusterResolver.wait_for_chief.
 
-        After the first call, collectives that need this rank fail. Raises NotInitializedError in a forked process.
+        After the first call, collectives among all ranks fail. Raises NotInitializedError in a forked process.
         """
         forked.require_rank()
         if self._is_chief:
@@ -116,14 +116,14 @@ class Cluster:
         self._port.close()
 
     def _abandon_collectives(self) -> None:
-        """Make shutdown() not wait for ranks that have died. The chief sends a list of them when it leaves."""
+        """Make shutdown() not wait for ranks that have died. A leaving chief tells the other ranks which have died."""
         if self._peers.died:
             self._runtime.abandon(
                 f"ranks {sorted(self._peers.died)} have died, so collectives among all ranks are not possible any more."
                 " Work without collectives, such as training with parameter servers, can continue.")
 
     def _finish(self) -> None:
-        """Close the cluster. Unless this is the chief, wait for the chief. Runs at exit, before shutdown()."""
+        """Leave the cluster, and wait until the chief has left too. Runs when Python exits, before shutdown()."""
         if forked.is_child():
             return
         self.close()
@@ -139,9 +139,9 @@ class Cluster:
             self._peers.stop()
 
     def _rank_ended(self, rank: int, end: End) -> None:
-        """On the chief, log that a rank has ended. If the last worker has died, end the job. Called by Peers."""
+        """Log that a rank has ended. If there are ps and the last worker has died, end the job. Runs on the chief."""
         role, index = self._roles[rank]
-        logger.log(logging.INFO if end is End.LEFT else logging.WARNING, "rank %d (%s %d, on %s) %s before the chief",
+        logger.log(logging.INFO if end is End.LEFT else logging.WARNING, "rank %d (%s %d, on %s) %s; the chief runs on",
                    rank, role.value, index, self._topology.host_of[rank], end.value)
         self._workers.discard(rank)
         if end is not End.LEFT and role is Role.WORKER and not self._workers and self._has_ps:
@@ -166,7 +166,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Link:
-    """The second message of each rank: the addresses of both ends of its connection to the chief, or a problem."""
+    """The second message of each rank: the two addresses of its connection to the chief, or why it has none."""
 
     own: str = ""  # On the chief, both addresses are "".
     chief: str = ""
@@ -207,8 +207,8 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
     """Return for each rank the address at which other ranks reach it, or its host name if there is only one host.
 
-    For ranks on the chief's host, the address is that at which the first rank of another host reached the chief. For
-    any other rank, it is the address from which the rank connected to the chief.
+    All ranks on the chief's host have one address: the first rank of another host has reached the chief there. Any
+    other rank has the address from which it has connected to the chief.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:

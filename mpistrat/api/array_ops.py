@@ -303,14 +303,14 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -> tuple[list[T], list[list[int]]]:
-    """Return the `obj` of each rank and the `marks` of each rank, in rank order; see Group.exchange. Collective."""
+    """Return the `obj` and the `marks` (integers) of each rank, in rank order; see Group.exchange. Collective."""
     payloads, of_ranks = resolved(process_set).group(name).exchange(dumps(obj), name, marks)
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
 def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
                 make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
-    """Submit a collective on `arrays`. `make_request(name, specs, device=...)` returns its request; see specs_of."""
+    """Submit the request of `make_request` for `arrays`. `finish` makes the caller's result from the result tensors."""
     group, (tensors, restore) = resolved(process_set).group(name), tensors_of(name, arrays)
     if isinstance(tensors, GpuTensors):
         request = group.request_on_gpu(name, tensors, make_request)
@@ -342,7 +342,7 @@ def _broadcast(array: TensorLike, root_rank: int, name: str, process_set: Proces
 
 
 def _auto_name(name: str | None, operation: str, process_set: ProcessSet) -> str:
-    """Return `name`, or for None a name such as "allreduce.3", whose number counts such calls on the process set."""
+    """Return `name`. If it is None, return the operation with a number, as "allreduce.3"; see Group.next_number."""
     if name is not None:
         return _name(name, operation)
     return f"{operation}.{resolved(process_set).group(operation).next_number(operation)}"

@@ -60,7 +60,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of ranks, at most one for each host, that have the same local_rank() as this rank."""
+    """Return the number of hosts on which a rank has the same local_rank() as this rank."""
     return runtime.current().topology.cross_size
 
 
@@ -212,8 +212,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a process set, and return it. Collective over all ranks of the job, even ranks that are not in the set.
 
     Args:
-        process_set: A list of ranks, or a ProcessSet. All ranks must pass the same set. Only sets of communicators may
-            differ: each rank passes the set of its own communicator.
+        process_set: A list of ranks, or a ProcessSet. All ranks must pass the same set. Only sets that are made from
+            communicators may differ: each rank passes the set that it has made from its own communicator.
 
     Raises:
         InvalidRequestError: On all ranks, if the set is empty, has ranks that do not exist, or is registered already,
@@ -262,7 +262,7 @@ def backends() -> list[Row]:
         problems["mpi"] = str(error)
     problems |= {"shared_memory": why_no_shared_memory(), "nccl": _why_no_nccl()}
     yes = {"local": "yes (one rank only)", "mpi": "yes", "nccl": "yes (tensors on GPUs)",
-           "shared_memory": "yes (among the ranks of a host, of all sizes)"}
+           "shared_memory": "yes (tensors of all sizes, among the ranks of a host)"}
     return [Row(name, f"no: {problem}" if problem else yes[name], is_available=not problem)
             for name, problem in problems.items()]
 

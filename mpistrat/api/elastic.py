@@ -272,8 +272,8 @@ class ObjectState:
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
         """Restore the newest commit: on all ranks if all have it, otherwise on the first rank that has it. Collective.
 
-        Returns the rank whose state must be broadcast: that first rank, or 0 without a commit, or None if all ranks
-        have restored it. Also returns the id of the commit; None without a commit, or if the commit comes from a file.
+        Returns the rank whose state the caller must broadcast (None: all ranks have the commit; 0: there is no commit),
+        and the id of the commit. The id is None if there is no commit, or if only the job's checkpoint file has it.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -341,7 +341,7 @@ class ObjectState:
 def keep_going(state: ObjectState, train: Callable[[], R], when_it_fails: Callable[[], object] = lambda: None) -> R:
     """Call state.sync() and train(). In an elastic job, repeat both after each loss, from the last commit. Collective.
 
-    If an exception of `train` is raised again, `when_it_fails` is called first.
+    If `train` fails for a different reason, `when_it_fails` is called, and then the exception is raised again.
     """
     while True:
         state.sync()
@@ -364,7 +364,7 @@ def _go_on_after_loss(why_not: str) -> bool:
     """Reconnect the surviving ranks if a loss of ranks has caused the current exception. Collective over these ranks.
 
     Returns False if the exception has a different cause, or the job cannot survive a loss; otherwise True. If the ranks
-    cannot reconnect, or `why_not` has a reason, this process ends, and new processes continue the job.
+    cannot reconnect, or the text `why_not` is not empty, this process ends, and new processes continue the job.
     """
     own = membership.current()
     if own is None or not runtime.is_initialized():
@@ -446,8 +446,8 @@ def recover(limit_s: float = 5.0) -> None:
     thread.start()
     thread.join(limit_s)
     if thread.is_alive():
-        raise RecoveryError(f"rank {former.topology.rank} {attempt.stage} for more than {limit_s:g} s. Start the job "
-                            "again; it continues from the last commit that is in a file, if any.")
+        raise RecoveryError(f"the recovery has taken more than {limit_s:g} s: rank {former.topology.rank} still "
+                            f"{attempt.stage}. Without `mpistrat run --elastic`, start the job again.")
     if attempt.made is None:
         raise RecoveryError(f"rank {former.topology.rank} cannot recover: {attempt.problem}") from attempt.problem
     runtime.replace(former, attempt.made)
@@ -460,7 +460,7 @@ class _Attempt:
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline
-        self.stage = "has tried to end its engines"  # The current step of this rank, for errors.
+        self.stage = "tries to end its engines"  # The current step of this rank, for errors.
         self.made: Job | None = None  # The new Job; None before it is made.
         self.problem: Exception | None = None  # The error of `run`, if it has failed.
 
@@ -484,13 +484,13 @@ class _Attempt:
         ulfm.discard(self._former.revoke(self._deadline - time.monotonic()), _DISCARD_S)
         comm = base
         while True:
-            self.stage = "has waited for the other ranks to agree on who is left"
+            self.stage = "waits until the other ranks agree on which ranks are left"
             earlier, comm = comm, ulfm.survivors(comm)
             if earlier is not base:
                 ulfm.discard([earlier], 0.0)
-            self.stage = "has connected the ranks that are left"
+            self.stage = "connects to the ranks that are left"
             made, problem = self._connected(comm, base)
-            self.stage = "has waited for the other ranks to connect"
+            self.stage = "waits until the other ranks are connected"
             if ulfm.have_all(comm, problem is None) and made is not None:
                 ulfm.discard([base], 0.0)
                 return made

@@ -157,7 +157,7 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
     """Return backends for several hosts, with shared memory in each host; None if it cannot be shared. Collective.
 
-    MPI connects the hosts. MPISTRAT_CPU_OPERATIONS=mpi: each host must have one rank, and all arrays go over MPI.
+    MPI connects the hosts. If each host has one rank, MPISTRAT_CPU_OPERATIONS=mpi makes all arrays go over MPI.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
@@ -257,7 +257,7 @@ def _shared_memory(setup: _Setup, data_bytes: int, is_last: bool = True) -> Host
         return memory
     text = "; ".join(f"rank {topology.job_ranks[rank]}: {text}" for rank, text in problems.items())
     if not is_last:
-        logger.log(logging.DEBUG if topology.rank else logging.INFO, "%s. Smaller chunks are tried.", text)
+        logger.log(logging.DEBUG if topology.rank else logging.INFO, "%s. Smaller chunks of memory are tried.", text)
         return None
     if settings.cpu_operations == "shared_memory":
         raise MpistratError(f"MPISTRAT_CPU_OPERATIONS=shared_memory: {text}")
@@ -318,7 +318,7 @@ class Group:
         return known[1]
 
     def await_gpu(self) -> None:
-        """Wait for the GPU, which may still execute collectives that are complete here. Local. Raises EngineError."""
+        """Wait until the GPU has executed the collectives that are reported as complete. Local. Raises EngineError."""
         self._device.await_kept()
 
     @property
@@ -350,8 +350,8 @@ class Group:
     def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
         """Return the `payload` of each rank and the `marks` of each rank, in rank order. Collective over the group.
 
-        A first operation exchanges digests and marks. A second operation exchanges the payloads if the digests differ.
-        Marks are 64-bit integers. The values may differ among the ranks, but all ranks must pass equally many marks.
+        A first operation exchanges the marks, and digests of the payloads. If the digests differ, a second operation
+        exchanges the payloads. `marks`: 64-bit integers, which may differ among the ranks, but equally many on each.
         """
         digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
         head = np.array([[len(payload), *digest, *marks]], np.int64)
@@ -378,7 +378,7 @@ class Group:
 def _where(ring: OperationRing) -> str:
     """Return a text for reports on late ranks: where this rank is in the script, and its last collectives.
 
-    It is not a method, because a reference cycle of engine and Group would keep their memory after a recovery.
+    As a method it would make a reference cycle of engine and Group, which keeps their memory after a recovery.
     """
     now = time.monotonic_ns()
     last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"

@@ -44,7 +44,7 @@ _LAUNCHER_S = 2.0  # The time for mpirun to end the job. It does so 0.4 s after 
 
 
 class Losses:
-    """Watches for ranks that die or whose host is lost, until `stop` is called, and ends the engines or the job.
+    """Watches for ranks that die or whose host is lost, and then ends the engines or the job. `stop` ends the watch.
 
     If the MPI library can continue without the lost ranks, all engines of this rank end with RanksLostError, and
     `elastic.run` reconnects the surviving ranks. Otherwise mpirun, or this rank after a moment, ends the job.
@@ -94,7 +94,7 @@ class Losses:
                            seconds, pid)
 
     def _failed_ranks(self) -> list[int]:
-        """Return the ranks of all hosts that MPI knows to have failed."""
+        """Return the ranks that MPI knows to have failed. End the engines if another rank recovers from a loss."""
         from ..transport.mpi import ulfm
         assert self._comm is not None
         failed = ulfm.failed_ranks(self._comm)
@@ -137,7 +137,7 @@ class Losses:
         try:
             hosts.connect(invitation, 0, _CONNECT_LIMIT_S)
         except OSError as error:
-            logger.debug("rank %d: the loss of the first rank's host will not be noticed, since it is not reached: %s",
+            logger.debug("rank %d: the loss of rank 0's host will not be noticed, because rank 0 cannot be reached: %s",
                          self._topology.rank, error)
 
     def _lose_host(self, first: int, limit_s: float) -> None:
@@ -200,7 +200,7 @@ class Losses:
 
 
 def _text(lost: Sequence[LostRank]) -> str:
-    return f"lost {'; '.join(map(str, lost))}, without which this rank cannot go on"
+    return f"this rank has lost {'; '.join(map(str, lost))}, without which it cannot go on"
 
 
 class Job:
@@ -307,12 +307,12 @@ class Job:
             group.engine.interrupt(error)
 
     def await_gpu(self) -> None:
-        """Wait for the GPU, which may still execute collectives that are complete here. Local. Raises EngineError."""
+        """Wait until the GPU has executed the collectives that are reported as complete. Local. Raises EngineError."""
         for group in self._groups():
             group.await_gpu()
 
     def leave(self) -> None:
-        """End the engines of this rank, which has failed. The other ranks treat it as lost, and continue. Local."""
+        """End the engines, because this rank has failed. The other ranks treat it as lost, and continue. Local."""
         log_step(self.topology.rank, "leaves the other ranks")
         self._stop_tracer()
         self.losses.stop()

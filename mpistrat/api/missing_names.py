@@ -1,7 +1,7 @@
 """Names that only Horovod has. In mpistrat they raise an AttributeError with the reason and a replacement.
 
-`explain` makes the __getattr__ function of a module. Python calls it for names that the module does not have. For such
-a name hasattr() returns False, and `from mpistrat... import NAME` raises ImportError.
+`explain` makes a module's __getattr__ function, which Python calls for names that the module lacks. For such a name
+hasattr() returns False, and `from mpistrat... import NAME` raises ImportError.
 """
 
 import difflib
@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 INTERNAL = "it is internal to Horovod. "
-_PASSES = INTERNAL + "DistributedOptimizer takes backward_passes_per_step."
+_PASSES = INTERNAL + "Pass backward_passes_per_step= to DistributedOptimizer."
 RUNNER = "start ranks with `mpistrat run -np 2 python train.py`, with mpirun, or with mpistrat.run(function, np=2)."
-_OWN_MODULE = "it is a module that is imported by itself: import {0}."
+_OWN_MODULE = "it is a module of its own. Write: import {0}"
 
 EVERYWHERE = {
     "torch": "there is no binding for PyTorch. The collectives of `import mpistrat` take and return torch's tensors, "
@@ -24,24 +24,24 @@ EVERYWHERE = {
     "ray": f"there is no integration with Ray; {RUNNER}",
     "runner": RUNNER,
     "mpi_lib": INTERNAL + "The collectives and queries are functions of this module.",
-    "HorovodInternalError": "it is mpistrat.CollectiveError.",
+    "HorovodInternalError": "use mpistrat.CollectiveError.",
     **dict.fromkeys(["gradient_aggregation", "gradient_aggregation_eager"], _PASSES),
     **dict.fromkeys(["check_extension", "check_installed_version"],
                     INTERNAL + "`mpistrat doctor` shows what this machine has."),
     "is_version_greater_equal_than": INTERNAL + "Compare versions with packaging.version.",
     **dict.fromkeys(["num_rank_is_power_2", "check_num_rank_power_of_2"],
                     INTERNAL + "Adasum itself checks the number of ranks."),
-    "handle_average_backwards_compatibility": INTERNAL + "allreduce takes both op and average.",
-    "split_list": INTERNAL + "DistributedOptimizer takes groups.",
+    "handle_average_backwards_compatibility": INTERNAL + "allreduce accepts op= or average=.",
+    "split_list": INTERNAL + "Pass groups= to DistributedOptimizer.",
     "get_process_set_ids_and_ranks": INTERNAL + "Keep the ProcessSet objects that you register: "
                                                  "ProcessSet.process_set_id and ProcessSet.ranks.",
 }
 ARRAYS: Mapping[str, str] = {
     "tensorflow": _OWN_MODULE.format("mpistrat.tensorflow"),
     "keras": _OWN_MODULE.format("mpistrat.keras"),
-    "data": "its data loaders are for PyTorch. mpistrat.shard(x, y) gives this rank's rows.",
+    "data": "Horovod's data loaders are for PyTorch. mpistrat.shard(x, y) returns this rank's rows.",
 }
-_RUN = "it is mpistrat.run(function, np=2), which starts a job. `mpistrat run -np 2 python train.py` starts a script."
+_RUN = "use mpistrat.run(function, np=2), which starts a job. `mpistrat run -np 2 python train.py` starts a script."
 TENSORFLOW: Mapping[str, str] = {
     "run": _RUN,
     "keras": _OWN_MODULE.format("mpistrat.tensorflow.keras"),
@@ -57,7 +57,7 @@ KERAS: Mapping[str, str] = {
     "run": _RUN,
     "alltoall": "horovod.keras does not have it either. Use mpistrat.tensorflow.alltoall.",
     "grouped_allreduce": "horovod.keras does not have it either. Use mpistrat.tensorflow.grouped_allreduce.",
-    "join": "it is in mpistrat.tensorflow. fit joins by itself with DistributedOptimizer(..., uneven=\"join\").",
+    "join": "it is in mpistrat.tensorflow. With DistributedOptimizer(..., uneven=\"join\") fit calls it.",
     "DistributedGradientTape": "it is in mpistrat.tensorflow.",
     "BroadcastGlobalVariablesHook": "it is for TensorFlow 1's sessions; use "
                                     "callbacks.BroadcastGlobalVariablesCallback(root_rank).",

@@ -107,7 +107,7 @@ class ProcessSet:
             self._ranks = tuple(ranks)
 
     def __deepcopy__(self, memo: dict) -> "ProcessSet":
-        """Return this set itself, because a copy of an object, such as a callback, must keep the registered set."""
+        """Return this set itself, because a copy of an object that has a set needs the registered set."""
         return self
 
     def __repr__(self) -> str:
@@ -227,8 +227,8 @@ class Registry:
     def restore(self, former: "Registry", new_ranks: Mapping[int, int]) -> None:
         """Register the sets of `former`, whose job has lost ranks, with the same ids. Collective over all ranks.
 
-        Afterwards several sets may have the same ranks. A set without any surviving rank is removed. The errors are
-        those of _connect_all.
+        The sets lose the lost ranks, so several sets may have the same ranks afterwards. A set without any surviving
+        rank is removed. The errors are those of _connect_all.
 
         `new_ranks`: The number of each surviving rank in this job, by its number in the former job.
         """
@@ -312,8 +312,8 @@ class Registry:
                 for each in reversed(groups):
                     if each is not None:
                         _close(each)
-                raise MpistratError("; ".join(f"ranks {rank_list(where)} cannot connect the process set {list(ranks)}: "
-                                              f"{text}" for text, where in problems.items()))
+                raise MpistratError("; ".join(f"ranks {rank_list(where)} cannot connect to the process set "
+                                              f"{list(ranks)}: {text}" for text, where in problems.items()))
             groups.append(group)
         return groups
 
@@ -345,8 +345,8 @@ def _abandon(group: Group) -> None:
 def disagreement(lists: Sequence[Sequence[Ranks]], from_comm: Sequence[bool]) -> str:
     """Return an error text if the ranks want to register different sets; "" if they agree. Pure.
 
-    `lists`: For each rank, its sets. `from_comm`: For each index in a rank's list, whether any rank has made that set
-    from a communicator. If so, only the ranks in a set must agree on the set, because only they know the communicator.
+    `lists`: For each rank, its sets. The sets at one index of all lists are compared. `from_comm`: For each index,
+    whether any set there is made from a communicator. Ranks that are not in the set may then name a different set.
     """
     if len({len(sets) for sets in lists}) > 1:
         numbers = describe_by_rank([len(sets) for sets in lists])

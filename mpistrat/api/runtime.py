@@ -196,8 +196,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A finalizer (__del__) or a signal handler calls it, and has interrupted a collective.
-            Signal handlers that were installed at least 0.1 s before the collective may call it.
+        InvalidRequestError: A finalizer (__del__) or signal handler that has interrupted a collective calls shutdown().
+            A signal handler that was installed at least 0.1 s before the collective does not get this error.
     """
     global _runtime
     if forked.is_child():
@@ -214,7 +214,7 @@ def shutdown() -> None:
 
 
 def _shut_down_at_exit() -> None:
-    """Shut down at Python's exit. If the job survives a loss and this rank has failed, do not wait for other ranks."""
+    """Shut down when Python exits. If this rank has failed and the job can go on without it, wait for no other rank."""
     runtime = _runtime
     if runtime is not None and runtime.losses.is_tolerant and exit_code.final() is not None and not forked.is_child():
         runtime.leave()
@@ -235,7 +235,7 @@ def replace(former: Job, runtime: Job) -> None:
 
 
 def _start_watch() -> None:
-    """Start a thread that ends this process after its launcher, unless MPISTRAT_LAUNCHER_CHECK_DISABLE is set."""
+    """Start a thread that ends this process when its launcher ends, unless MPISTRAT_LAUNCHER_CHECK_DISABLE is set."""
     global _watch
     _stop_watch()
     try:
@@ -322,7 +322,7 @@ def _started(settings: Settings, topology: Topology, comm: "MPI.Intracomm | None
 
 
 def _tell_last() -> bool:
-    """Make all ranks report their last operations, because this rank fails. Returns whether they were asked."""
+    """Make all ranks report their last operations, because this rank fails. Returns False if reports are off."""
     runtime = _runtime
     return runtime is not None and runtime.tracer is not None and runtime.tracer.fail_all(_TELL_S)
 
@@ -393,7 +393,7 @@ def to_text(info: RankInfo) -> str:
 
 
 def from_texts(texts: Sequence[str]) -> list[RankInfo]:
-    """Return the RankInfo of each rank, in rank order. `texts` has the result of to_text of each rank.
+    """Return the RankInfo of each rank, in rank order. `texts`: The result of to_text() of each rank.
 
     Raises SettingsError: On all ranks, if they have different versions of mpistrat. The text names the versions.
     """
@@ -453,19 +453,19 @@ def without_cupy(infos: Sequence[RankInfo]) -> str:
     """Return a warning if only some ranks have cupy, because GPU tensors are then reduced on the host; otherwise ""."""
     lacking = [rank for rank, info in enumerate(infos) if info.versions.get("cupy", "none") == "none"]
     return "" if len(lacking) in (0, len(infos)) else (
-        f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so tensors on GPUs are copied to the host and "
-        "reduced there on all ranks.")
+        f"Ranks {rank_list(lacking)} have no cupy ({pip_extra('gpu')}), so all ranks copy tensors on GPUs to the host, "
+        "and reduce them there.")
 
 
 # -- the cores of this rank -------------------------------------------------------------------------------------------
 
 
 def bind_cores(topology: Topology, cpus_of: Sequence[Sequence[int]], wanted: str) -> None:
-    """Bind this rank to an equal, disjoint share of the cores that the ranks of this host may use. Local.
+    """Bind this rank's threads to an equal, disjoint share of the cores that the ranks of this host may use. Local.
 
     If the ranks of the host may use different CPUs, the launcher, the user or the start-up code of `mpistrat run` has
-    bound them, and this function only logs the CPUs. It also binds existing threads. TensorFlow later makes one thread
-    for each CPU of the share. `cpus_of`: The CPUs that each rank may use. `wanted`: MPISTRAT_BIND.
+    bound them, and this function only logs the CPUs. TensorFlow later makes one thread for each CPU of the share.
+    `cpus_of`: The CPUs that each rank may use. `wanted`: The value of MPISTRAT_BIND.
     """
     local = [cpus_of[rank] for rank in range(topology.size) if topology.host_of[rank] == topology.host]
     own = frozenset(cpus_of[topology.rank])
@@ -505,9 +505,9 @@ def _warn_of_single_cores(local: Sequence[Sequence[int]]) -> None:
     if len(all_cores) >= 2 * len(local) and all(len(cores.physical_cores(cpus)) == 1 for cpus in local):
         each = len(all_cores) // len(local)
         logger.warning(
-            "mpistrat: the launcher has bound each rank to one of %d cores, and the threads of TensorFlow with it. "
-            "Start the job with `mpistrat run`, or give mpirun `--bind-to none` (Open MPI: `--map-by slot:PE=%d`): "
-            "then each rank has %d cores.", len(all_cores), each, each)
+            "mpistrat: the launcher has bound each rank, and so TensorFlow's threads, to only one of %d cores. Start "
+            "the job with `mpistrat run`, or pass `--bind-to none` to mpirun, or `--map-by slot:PE=%d` to Open MPI's "
+            "mpirun. Each rank then has %d cores.", len(all_cores), each, each)
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
         NotInitializedError: Before init().
     """
     if uneven not in UNEVEN:
-        raise InvalidRequestError(f'uneven is "drop" or "pad". Received: {uneven!r}')
+        raise InvalidRequestError(f'uneven must be "drop" or "pad". Received: {uneven!r}')
     if not data:
         raise InvalidRequestError("shard() takes at least one array or dataset.")
     topology = resolved(process_set).group("shard()").topology
@@ -97,8 +97,8 @@ def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
         if size > 1 and _is_in_own_order(data):
-            raise InvalidRequestError(f"{title} is a dataset that is shuffled without a seed, so each rank has another "
-                                      f"order, and rows would be read by several ranks or by none. {OWN_ORDER}")
+            raise InvalidRequestError(f"{title} is a dataset that is shuffled without a seed, so each rank has its own "
+                                      f"order. Some rows would be read by several ranks, some by none. {OWN_ORDER}")
         own = _elements(data, rank, size, uneven)
         own._mpistrat_part = f"shard(): part {rank} of {size}"  # MPIStrategy warns if it shards such a dataset again.
         return own
@@ -167,7 +167,7 @@ def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object
 
 
 def _take(array: _Rows, part: object, rows: list[int]) -> object:
-    """Return the rows of `array` with the indices `rows`, in the type of `part`, which lacks only the last of them."""
+    """Return the rows of `array` at the indices `rows`, in the type of `part`. `part` lacks only the last of them."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
     if isinstance(array, list):
@@ -182,7 +182,7 @@ def _take(array: _Rows, part: object, rows: list[int]) -> object:
 
 # -- the order of datasets --------------------------------------------------------------------------------------------
 
-OWN_ORDER = ("Shuffle after it is sharded, or pass a seed that is the same on all ranks. For list_files: "
+OWN_ORDER = ("Shuffle the dataset after it is sharded, or pass a seed that is the same on all ranks. For list_files: "
              "tf.data.Dataset.list_files(pattern, shuffle=False).")
 
 
@@ -232,8 +232,8 @@ def _grouped_elements(dataset: _Dataset, rank: int, size: int, uneven: str) -> _
     """
     if "NoneTensorSpec" in repr(dataset.element_spec):  # tf.data cannot make windows of elements with None.
         raise InvalidRequestError(
-            "shard() needs the number of elements of a dataset whose elements contain None. Leave the None out, or use "
-            f"dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
+            "shard() must know the number of elements of a dataset whose elements contain None. Remove the None, or "
+            f"use dataset.apply(tf.data.experimental.assert_cardinality(n)). Received: {dataset}")
 
     def of_window(*window: object) -> _Dataset:
         # flat_map passes the components of a tuple as arguments. A window of nested elements is a nest of datasets.

@@ -49,8 +49,8 @@ TensorLike = SupportsDLPack | np.generic | complex | Sequence
 class Library:
     """Converts tensors of one library for the engine, through DLPack, and results back to tensors of the library.
 
-    `from_dlpack`: The library's function that imports arrays of other libraries. None, as for Python numbers and
-    sequences: the results are numpy arrays, or cupy arrays on a GPU.
+    `from_dlpack`: The library's function that imports arrays of other libraries. Without it, as for Python numbers and
+    sequences, the results are numpy arrays, or cupy arrays on a GPU.
     """
 
     gpu_problem = ""  # Why tensors on a GPU are refused; "" if they are accepted.
@@ -195,8 +195,8 @@ def go_by_host() -> bool:
         return False
     with _lock:
         if current not in _logged and current.topology.rank == 0:
-            logger.info("rank 0: GPU tensors are copied to the host and reduced as CPU tensors by %s: "
-                        "MPISTRAT_GPU_OPERATIONS=host", current.data_name)
+            logger.info("rank 0: GPU tensors are copied to the host and reduced as CPU tensors by %s, "
+                        "because MPISTRAT_GPU_OPERATIONS=host", current.data_name)
         _logged.add(current)
     return True
 
@@ -360,13 +360,13 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
-    """Return `conversion()`. Raise InvalidRequestError if it fails. The text has the type of a DLPack `value`."""
+    """Return `conversion()`. If it fails, raise InvalidRequestError, with the type of `value` for a DLPack tensor."""
     try:
         return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray | np.generic):
-            text = f"cannot read {type(value).__name__} through DLPack: {error}"
+            text = f"mpistrat cannot read {type(value).__name__} through DLPack: {error}"
             if "bfloat16" in str(getattr(value, "dtype", "")):
                 text = f"{text.rstrip('.')}. numpy and cupy have no bfloat16. Cast the tensor, for example to float32."
             raise InvalidRequestError(text) from error
-        raise InvalidRequestError(f"not an array: {error}") from error
+        raise InvalidRequestError(f"the value is not an array: {error}") from error

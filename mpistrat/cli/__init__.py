@@ -1,1 +1,1 @@
-"""The command `mpistrat`. `main` imports the module of a subcommand when it runs. No subcommand imports Keras."""
+"""The command `mpistrat`. `main` imports the module of the subcommand that runs. No subcommand imports Keras."""

@@ -44,7 +44,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostList:
-    """The hosts of a job. `path`: The hostfile; "" without a hostfile, or if no mpirun can read the hostfile."""
+    """The hosts of a job. `path`: The hostfile; "" without one, or for a file from Windows, which mpirun misreads."""
 
     hosts: tuple[Host, ...]
     path: str = ""
@@ -119,8 +119,8 @@ def _parse_line(line: str, where: str) -> Host:
 def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
     """Return the options of mpirun that name the hosts: by a hostfile, or by a list such as `node1:4,node2:4`.
 
-    Raises LaunchError: A list is needed, but a line of the hostfile has a key that no list can express, or lacks the
-    number of slots. Or the numbers of slots differ, and this mpirun starts the same number of ranks on each host.
+    Raises LaunchError: This mpirun cannot read the hostfile, and a line of it (with a key, or without slots) cannot be
+    written as a list. Or the hosts' slots differ, but this mpirun starts the same number of ranks on each host.
     """
     if hosts.path and all(launcher in host.readers for host in hosts.hosts):
         return launcher.hostfile, hosts.path
@@ -218,14 +218,14 @@ def horovod_variables(options: argparse.Namespace, launcher: Launcher) -> dict[s
     if options.network_interface is not None:
         found["NCCL_SOCKET_IFNAME"] = options.network_interface
         if not launcher.interface:
-            raise LaunchError(f"this mpirun is {launcher.name}'s, which chooses the network interface itself. Leave "
-                              "out --network-interface.")
+            raise LaunchError(f"the mpirun of {launcher.name} chooses the network interface itself. Leave out "
+                              "--network-interface.")
         found[launcher.interface] = options.network_interface
     ssh = [] if options.ssh_port is None else ["-p", options.ssh_port]
     if options.ssh_identity_file is not None:
         ssh += ["-i", options.ssh_identity_file]
     if ssh and not launcher.ssh_arguments:
-        raise LaunchError(f"this mpirun is {launcher.name}'s, which takes no options for ssh. Write the port (Port) "
+        raise LaunchError(f"the mpirun of {launcher.name} takes no options for ssh. Write the port (Port) "
                           "and the key (IdentityFile) of the hosts into ~/.ssh/config.")
     if ssh:
         found.update(dict.fromkeys(launcher.ssh_arguments, shlex.join(ssh)))
@@ -288,7 +288,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
             # As one argument, because argparse takes a separate value that begins with a dash for an option.
             arity = 0 if equals else _OWN_ARITY[option]
             if len(rest) < arity:
-                raise LaunchError(f"{option} needs a value, for example: mpistrat run -np 2 python train.py")
+                raise LaunchError(f"{option} needs a value, like -np in: mpistrat run -np 2 python train.py")
             own.append(f"{option}={' '.join(rest[:arity])}" if arity else f"{option}{equals}{value}")
         elif name in _MPIRUN_ARITY:
             arity = 0 if equals else _MPIRUN_ARITY[name]
@@ -318,7 +318,7 @@ def split_arguments(arguments: list[str]) -> CommandLine:
 
 
 def mpirun_options(text: str) -> tuple[str, ...]:
-    """Return the options of mpirun in the value of --mpi-args. Raises LaunchError: The value has other words."""
+    """Return mpirun's options, given the value of --mpi-args. Raises LaunchError: A word is not an option of mpirun."""
     try:
         parts = split_arguments([*shlex.split(text), "--"])
     except ValueError as error:  # LaunchError is a subclass.
@@ -343,7 +343,7 @@ def number(kind: type[int] | type[float], is_right: Callable[[float], bool], pro
     return convert
 
 
-seconds = number(float, lambda n: 0 <= n <= threading.TIMEOUT_MAX, "{} is not a number of seconds of at least 0")
+seconds = number(float, lambda n: 0 <= n <= threading.TIMEOUT_MAX, "{} is not a number of seconds, 0 or more")
 positive_seconds = number(float, lambda n: 0 < n <= threading.TIMEOUT_MAX, "{} is not a number of seconds above 0")
 _ranks = number(int, lambda n: n >= 1, "{} is not a number of ranks; write for example: -np 2")
 

@@ -152,11 +152,11 @@ def measurements(case: Case, comm: "MPI.Intracomm | None") -> tuple[str, ...]:
 
 def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | None,
             begin: Callable[[str], None]) -> Point:
-    """Measure one case. Collective.
+    """Measure `case`, which is called `name` in the results. Collective.
 
     Args:
         comm: A communicator of all ranks, used for MPI's own collective only; None with one rank.
-        repeats: Number of repetitions per measurement; None: chosen by the bytes, and limited to about LIMIT_S seconds.
+        repeats: Repetitions of each measurement; None: `repeats_for(nbytes)`, or fewer that take about LIMIT_S seconds.
         begin: Called with the text "CASE: MEASUREMENT" before each measurement.
     """
     nbytes, size, rank = case.nbytes, common.size(), common.rank()
@@ -204,7 +204,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 
 
 def _median(action: Callable[[], object], repeats: int | None, nbytes: int) -> float:
-    """Call `action` `repeats` times. Return the median of the seconds that the slowest rank takes. Collective."""
+    """Return the median of `_seconds(action, repeats)`. If `repeats` is None, choose it as in `measure`. Collective."""
     warm = min(_seconds(action, _WARM_UP))
     if repeats is None:
         repeats = min(repeats_for(nbytes), max(_LEAST, int(LIMIT_S / max(warm, 1e-9))))

@@ -18,7 +18,7 @@ _KILLED_S = 2.0  # time limit from SIGKILL to the end of a process; a process th
 
 
 class Child:
-    """A program in its own process group, with empty stdin. The end of the context kills the group if it still runs.
+    """A program in its own process group, with empty stdin. The end of `with` kills the group if it still runs.
 
     Raises OSError: The program cannot be started.
     """

@@ -126,7 +126,7 @@ def _pmi(observed: Observed) -> Iterator[Finding]:
     if sizes.pop("", 2) < 2:
         good = next((name for name, size in sizes.items() if size == 2), "")
         yield Finding(
-            "pmi", WARNING if good else FAILURE, "under `srun` without --mpi each rank is alone: Slurm's default does "
+            "pmi", WARNING if good else FAILURE, "under `srun` without --mpi, each rank is alone: Slurm's default does "
             "not fit the MPI library",
             f"srun --mpi={good} -n {max(observed.ranks, 2)} python train.py" if good else
             "use mpirun within the allocation, as `mpistrat run` does; no value of `srun --mpi=list` fits")
@@ -169,7 +169,7 @@ def _memory_of_hosts(observed: Observed) -> Iterator[Finding]:
                           "with medium: Memory")
         if one.memory < count * _MEMORY_OF_RANK:
             yield Finding("memory", WARNING, f"{host}: {_size(one.memory)} of memory are left for "
-                          f"{counted(count, 'rank')}; TensorFlow takes half a gigabyte on each",
+                          f"{counted(count, 'rank')}; TensorFlow takes half a gigabyte for each rank",
                           "start fewer ranks there, or raise the limit of the container (docker run --memory=)")
         if one.swapped > 0.5:
             yield Finding("memory", WARNING, f"{host}: {one.swapped:.0%} of the swap is in use; a rank that swaps "
@@ -191,7 +191,7 @@ def _cores(observed: Observed) -> Iterator[Finding]:
             continue
         if count > one.cores:
             yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} share "
-                          f"{counted(one.cores, 'core')}", f"start {one.cores} there, for example "
+                          f"{counted(one.cores, 'core')}", f"start only {one.cores} there, for example "
                           f"-H {host}:{one.cores}")
         if one.quota is not None and one.quota < one.cores:
             yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} cores, but TensorFlow "
@@ -212,7 +212,7 @@ def _limits(observed: Observed) -> Iterator[Finding]:
                           "in /etc/security/limits.conf there)")
         locked = ranks[0].locked
         if ranks[0].has_infiniband and locked is not None and locked < _GIB:
-            yield Finding("memory", WARNING, f"{host}: a rank may lock {_size(locked)} of memory, and InfiniBand needs "
+            yield Finding("memory", WARNING, f"{host}: a rank may lock {_size(locked)} of memory, but InfiniBand needs "
                           "more", "ulimit -l unlimited (memlock in /etc/security/limits.conf there)")
 
 
@@ -231,7 +231,7 @@ def _disks(observed: Observed) -> Iterator[Finding]:
 def _names(observed: Observed) -> Iterator[Finding]:
     for host, ranks in _by_host(observed.facts).items():
         one = ranks[0]
-        fix = f"a line for {host} in /etc/hosts on that host, or a name server that knows it: getent hosts {host}"
+        fix = f"add a line for {host} to its /etc/hosts, or use a name server that knows it. Try: getent hosts {host}"
         if one.resolve_problem:
             yield Finding("names", WARNING, f"{host} does not resolve its own name: {one.resolve_problem}", fix)
         elif one.resolve_s > _RESOLVE_S:
@@ -270,8 +270,8 @@ def _links(observed: Observed) -> Iterator[Finding]:
 def _result(observed: Observed) -> Iterator[Finding]:
     if observed.result and not observed.result.get("right"):
         yield Finding("all-reduce", FAILURE, "the all-reduce gave a wrong result",
-                      "report this, with the output of `mpistrat doctor --json`. MPISTRAT_CPU_OPERATIONS=mpi "
-                      "reduces with MPI alone")
+                      "report this bug, with the output of `mpistrat doctor --json`. Until it is mended, set "
+                      "MPISTRAT_CPU_OPERATIONS=mpi, with which MPI alone reduces")
     said = list(dict.fromkeys(observed.errors.values()))
     if said:
         yield Finding("all-reduce", FAILURE, said[0].removesuffix("."), f"run the command again: {observed.line}")
@@ -283,7 +283,7 @@ def _unexplained(observed: Observed) -> Iterator[Finding]:
     if observed.end and silent:
         yield Finding("start", FAILURE, f"{counted(len(silent), 'rank')} of {observed.ranks} did not start: "
                       f"{observed.end}", "install mpistrat and the same Python under the same path on all hosts, which "
-                      "must reach this host by TCP. The line was: " + observed.line)
+                      "must reach this host by TCP. The command was: " + observed.line)
     elif observed.end and len(_by_host(observed.facts)) > 1 and not observed.links and not observed.errors:
         # The first message between hosts did not arrive, and mpirun has lost the rank's line on the silence.
         yield from _links(replace(observed, silences=[()]))
@@ -474,7 +474,7 @@ def _observe(ranks: int, others: list[str], command: LaunchCommand | None, mpiru
 
 def observed_of(ranks: int, said: Sequence[dict[str, Any]], outcome: Outcome, line: str,
                 sizes: Mapping[str, int]) -> Observed:
-    """Combine the facts that the ranks have printed and the outcome of the job. `line`: The command of the job."""
+    """Combine the facts that ranks printed, the outcome and command of the job, and the result of sizes_of_srun."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for each in said:
         by_kind.setdefault(each["kind"], []).append({name: value for name, value in each.items() if name != "kind"})

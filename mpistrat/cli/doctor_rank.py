@@ -126,7 +126,7 @@ def limits_of_cgroups(root: Path = Path("/sys/fs/cgroup"),
 
 
 def _pair(*files: Path) -> list[tuple[int, int]]:
-    """Return the two numbers in the files as [(a, b)]; [] if a file does not exist or contains "max" (no limit)."""
+    """Read two numbers from one file or from two. Return [(a, b)]; [] if a file is missing or has "max" (no limit)."""
     try:
         first, second = (int(word) for file in files for word in file.read_text().split())
     except (OSError, ValueError):
@@ -235,7 +235,7 @@ def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) ->
 
 
 def _seconds_of(comm: "MPI.Comm", other: int, size: int, round_trip_s: float) -> float:
-    """Send `size` bytes to `other` and await the answer. Return the seconds, less two round trips of small messages."""
+    """Send `size`, then `size` bytes; `other` replies to each message. Return the seconds minus two `round_trip_s`."""
     data, clock, began = np.zeros(size, np.uint8), np.zeros(1), time.perf_counter()
     _exchange(comm, other, np.array([float(size)]), clock)
     _exchange(comm, other, data, clock)
@@ -248,7 +248,7 @@ def _exchange(comm: "MPI.Comm", other: int, sent: np.ndarray, received: np.ndarr
 
 
 def _answer(comm: "MPI.Comm", other: int) -> None:
-    """Answer `other` with this host's time, until `other` sends -1. A number above 0 is the next message's size."""
+    """Reply with the time to each message of `other`: 0, or a size and then as many bytes. The number -1 ends it."""
     size = np.zeros(1)
     while True:
         wait(comm.Irecv(size, other, _TAG))
@@ -294,7 +294,7 @@ def main(expected: int) -> int:
 def _measure_links(comm: "MPI.Intracomm") -> None:
     """Measure the links between the hosts, one after the other. Collective.
 
-    Raises NoAnswerError: Another rank does not answer. A rank that was measuring a link has printed a "silence" line.
+    Raises NoAnswerError: Another rank does not answer. The ranks of a silent link print its hosts before they raise.
     """
     rank = comm.Get_rank()
     try:
@@ -351,7 +351,7 @@ def _allreduce() -> int:
 def _allreduce_on_gpus() -> bool:
     """Return whether all-reduces on GPUs are right; True if a rank has no cupy or no GPU. Collective.
 
-    Each rank prints its findings. There are three all-reduces, because mpistrat compares the first two with the CPU.
+    Each rank prints its findings. There are three all-reduces, because mpistrat does the first two on the CPU as well.
     """
     if not all(array_ops.allgather_object(common.gpu_available())):
         return True

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reset-limit", type=int, metavar="N", help="how many times the job may start again")
     group.add_argument("--blacklist-cooldown-range", metavar="S S", help="the least and the most seconds for which "
                        "a lost host gets no ranks; each further loss doubles the time (default 30 600)")
-    group.add_argument("--restart-failed", action="store_true", help="replace lost ranks by new processes, at a commit")
+    group.add_argument("--restart-failed", action="store_true", help="start new ranks for lost ones at the next commit")
     group.add_argument("--elastic-checkpoint", default="", metavar="DIR",
                        help="a directory, the same on all hosts, where the chief saves commits")
     group.add_argument("--elastic-checkpoint-every", type=int, metavar="N",
@@ -129,8 +129,8 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     """Return the options of mpirun with which ranks survive the loss of another rank (ULFM); () if ULFM is not used.
 
     ULFM is used with Open MPI 5.0.10 and later, on one host. MPI_Finalize is asynchronous, because it may hang after
-    the loss of a rank. A job on several hosts starts new processes instead, because one of five collectives of the
-    surviving ranks hung on several hosts (5.0.11, with each of its transports, without coll/han).
+    the loss of a rank. A job on several hosts starts new processes instead, because in a test on several hosts one of
+    five collectives of the surviving ranks hung, whichever transport Open MPI 5.0.11 used.
     """
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
@@ -138,7 +138,7 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
 
 
 class _Control(Interference):
-    """A context in which signals go to the Service. Ends mpirun when the Service calls `stop`."""
+    """The context manager in which signals go to the Service of the job. The Service calls `stop` to end mpirun."""
 
     ends_all = True
 
@@ -156,7 +156,7 @@ class _Control(Interference):
         self.subject, self.generation, self.told, self.is_done = f"generation {generation}", generation, (), False
 
     def stop(self, generation: int, why: str, is_done: bool = False) -> None:
-        """End the mpirun of a generation, even if this mpirun has not started yet. Any thread may call this."""
+        """End a generation's mpirun, even before its start, from any thread. `is_done`: Whether all ranks succeeded."""
         self._stop = generation, why, is_done
         os.kill(os.getpid(), ABORTED)
 
@@ -168,13 +168,13 @@ class _Control(Interference):
         return why
 
     def why_vain(self, told: ReportReader) -> str:
-        """Tell the Service which ranks have started, and which ended without init(). Return "": the Service decides."""
+        """Tell the Service which ranks started, or ended without init(). Return "": the Service itself ends mpirun."""
         assert self.service is not None
         self.service.started(self.generation, told.started, told.without_init - told.in_init)
         return ""
 
     def takes(self, number: int) -> bool:
-        """Report a signal to the Service. Return True for the first SIGTERM or SIGUSR1, which mpirun does not get."""
+        """Tell the Service of a signal. Return whether to keep it from mpirun: true for a first SIGTERM or SIGUSR1."""
         if self.service is None:  # No generation has started.
             os.write(2, f"mpistrat run: {signal.Signals(number).name} has arrived\n".encode())
             sys.exit(PREEMPTED_CODE if number in _PLANNED else 128 + number)
@@ -247,7 +247,7 @@ class HostFinder:
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # LaunchError is a ValueError.
             if self.problem != str(error):
                 self.problem = str(error)
-                _say(f"the list of hosts is unchanged: {error}")
+                _say(f"the list of hosts cannot be read, so it is unchanged: {error}")
             return None
 
     def _by_list(self) -> Mapping[str, int]:
@@ -304,7 +304,7 @@ def slurm_counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _directory(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the directory of --elastic-checkpoint, or "". During the context no other job can use the directory."""
+    """Yield the directory of --elastic-checkpoint, or "". During the `with` block, no other job can use it."""
     if not options.elastic_checkpoint:
         yield ""
         return

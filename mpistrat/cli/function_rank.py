@@ -50,7 +50,7 @@ def is_seen(directory: Path) -> bool:
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:
-    """Call the function, and write the result or the exception to `path`. Return the result, or raise the exception."""
+    """Call the pickled function. Write its result or exception to `path`, if any, and then return or raise it."""
     try:
         function, args, kwargs = pickle.loads(call)
         result = function(*args, **kwargs)

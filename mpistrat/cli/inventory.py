@@ -36,7 +36,7 @@ def automatic(hosts: HostList | None, machine: Machine, environ: Mapping[str, st
         return hosts.slots, f"{counted(hosts.slots, 'rank')}, one for each slot of the hosts"
     if hosts is not None or machine.has_allocation:
         where = f"hosts without a number ({hosts})" if hosts is not None else "the hosts of the batch system"
-        raise LaunchError(f"-np auto does not know how many ranks {where} can take. Write a number after each host, or "
+        raise LaunchError(f"-np auto cannot choose the number of ranks for {where}. Write a number after each host, or "
                           "write the number of ranks, for example: -np 8")
     visible = environ.get("CUDA_VISIBLE_DEVICES")  # "-1" and "" hide all GPUs.
     named = [device for device in map(str.strip, (visible or "").split(",")) if device and not device.startswith("-")]
@@ -127,7 +127,7 @@ NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu11")
 
 def busy_cores(load: float, cores: int) -> str:
     """Return a warning if `load`, the load average over 5 minutes, is above the number of cores of a host; else ""."""
-    return f"other processes use the cores: in the last five minutes {load:.1f} on {counted(cores, 'core')}" \
+    return f"other processes use the cores: the load of the last 5 minutes is {load:.1f} on {counted(cores, 'core')}" \
         if load > cores else ""
 
 

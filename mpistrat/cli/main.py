@@ -78,7 +78,7 @@ def _help() -> str:
 
 def _unknown(command: str) -> str:
     if command.startswith("-"):
-        return f"write {command} after the name of a command, for example: mpistrat run -np 2 python train.py"
+        return f"{command} belongs after the name of a command, for example: mpistrat run -np 2 python train.py"
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     return f"{command!r} is not a command.{hint} The commands are: {', '.join(COMMANDS)}."

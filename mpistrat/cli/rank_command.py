@@ -99,7 +99,7 @@ def with_text(command: tuple[str, ...], stdin: TextIO) -> tuple[str, ...]:
                           f"script, for example: {EXAMPLE}")
     content = stdin.buffer.read()
     if len(content) > _MOST_BYTES or b"\0" in content:
-        raise LaunchError(f"the script on stdin has {len(content)} bytes, but may have {_MOST_BYTES} bytes of text. "
+        raise LaunchError(f"the script on stdin has {len(content)} bytes; the limit is {_MOST_BYTES} bytes of text. "
                           f"Write the script to a file: {EXAMPLE}")
     before = command[:len(command) - len(arguments)]
     return (*before, "-c", os.fsdecode(content), *arguments[1:])

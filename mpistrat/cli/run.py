@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     if options.as_horovod is not None:
         print(f"mpistrat run: {as_horovod.first_line()}", file=sys.stderr)
     if options.np is not None and not options.dry_run and asks_for_help(command := checked(command, os.environ)):
-        print("mpistrat run: --help among the arguments: the command runs once, without mpirun", file=sys.stderr)
+        print("mpistrat run: --help is among the arguments, so the command runs once, without mpirun", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os.execvp(command[0], command)
@@ -220,7 +220,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
 
 
 def asks_for_help(command: Sequence[str]) -> bool:
-    """Whether the command asks a Python program for help: with --help, or with -h without a value."""
+    """Whether the command asks a Python program for help: by --help, or by -h unless a value follows."""
     if not is_python(command):
         return False
     arguments = command[1:command.index("--")] if "--" in command else command[1:]
@@ -237,7 +237,7 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Return variables that make ranks bind themselves to shares of the cores, or forbid it if mpirun binds ranks."""
+    """Return variables that tell ranks whether to bind themselves to shares of the cores: not if mpirun binds them."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
     # With --report-bindings, mpirun itself prints that it has bound nothing.
@@ -313,7 +313,7 @@ def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Ma
 
 
 def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Speed:
-    """Return the speed of a job from the step times of its ranks. Raises LaunchError: A rank has timed no step."""
+    """Return the speed of a job, given the times by rank. Raises LaunchError: A rank made fewer than `wanted` steps."""
     times = list(measured.values())
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
@@ -336,7 +336,7 @@ def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
         detail = f"{figure(all_ranks.rows_per_s)} rows per second, and {figure(one.rows_per_s)} on one rank"
     else:
         times = all_ranks.steps_per_s / one.steps_per_s * (1 if all_ranks.is_global else ranks)
-        assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of one rank"
+        assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of the one rank"
         detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one " \
                  f"rank{assumed}"
     return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}" \

@@ -25,7 +25,7 @@ _SSH_FAILS, _LACKS = 255, 97  # exit codes: of a failure of ssh itself, and of _
 _AGENT_WORDS = ("agent", "launcher", "bootstrap", "rmk")  # words in options of mpirun that replace ssh
 _REMEDIES = (
     ("resolve hostname", "Correct the name in -H or in the hostfile; `getent hosts {host}` must find it."),
-    ("Permission denied", "Your key is not accepted there: `ssh-copy-id {host}`, or --ssh-identity-file."),
+    ("Permission denied", "Your key is not accepted there. Type `ssh-copy-id {host}`, or use --ssh-identity-file."),
     ("Host key verification", "Connect once by hand to accept the host key: `ssh {host}`."),
     ("refused", "No ssh server listens on this port; set --ssh-port."),
 )

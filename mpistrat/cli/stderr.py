@@ -258,9 +258,9 @@ _MOST_GROUPS = 3
 _MOST_HOSTS = 4
 # Raised on ranks that wait for a rank that has ended. If the ended rank reports why, this error is a consequence.
 _CONSEQUENCE = f"{OWN_ERRORS}ShutdownError:"
-_WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone, and has trained "
-                 "its own model if it trains. To train together, write in the script: import mpistrat.keras as hvd; "
-                 "hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer). Or, in place of a strategy of "
+_WITHOUT_INIT = ("no rank has called init(): each of {} processes has run the whole script alone. If it trains, each "
+                 "process has trained its own model. To train together, write in the script: import mpistrat.keras as "
+                 "hvd; hvd.init(); optimizer = hvd.DistributedOptimizer(optimizer). Or, in place of a strategy of "
                  "tf.distribute: strategy = mpistrat.tensorflow.MPIStrategy()")
 _SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _SIGNAL_HINTS: dict[int, str] = {
@@ -324,7 +324,7 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
         if ending.signal is None and ending.code is None:
             return f": {where} called MPI_Abort. If \"Socket closed\" is above, another rank or its host has died"
         if ending.signal is None:
-            return f", that of {where}" if ending.code == code else f": {where} has ended with {ending.code}"
+            return f", that of {where}" if ending.code == code else f": {where} has ended with exit code {ending.code}"
         hint = _SIGNAL_HINTS.get(ending.signal)
         return f": {where} was killed, {_signal(ending.signal)}" + (f": {hint}" if hint else "")
     if code - 128 in _SIGNAL_NAMES:

@@ -19,7 +19,7 @@ their connection. And mpirun may be killed before it can end its ranks. Therefor
 - mpirun inherits the stdout of this process, unless the caller names a different descriptor. mpirun also inherits the
   stdin of this process if `LaunchCommand.reads_stdin` is true.
 
-Called by `mpistrat run` and `mpistrat doctor`, in their main thread. mpistrat.run starts `mpistrat run`.
+Called by `mpistrat run` and `mpistrat doctor`, in their main thread.
 """
 
 import contextlib
@@ -96,11 +96,11 @@ class Termination:
         self.reason = f"mpirun has not started all ranks within {timeout_s:g} s (--start-timeout)"
 
     def is_first(self, now: float) -> bool:
-        """Return whether a signal that arrives now is the first, or arrives within `second_s` after the first."""
+        """Return whether no signal has arrived before, or the first arrived less than TimeLimits.second_s ago."""
         return self._signalled_at is None or now - self._signalled_at < self._limits.second_s
 
     def note_signal(self, now: float, has_started: bool, handed_on: str) -> None:
-        """Record a signal that ends programs. `handed_on`: The signal's name if ranks got it; "" if mpirun got it."""
+        """Record a signal to end the job. `handed_on`: Its name if ranks got the signal; "" if mpirun itself got it."""
         if self._signalled_at is None and handed_on:
             self._signalled_at = now
             self._terminate_at = min(self._terminate_at, now + self._limits.grace_s)
@@ -240,7 +240,7 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """How the ranks are expected to start. Start(): The ranks do not print that they start (see `in_shell`)."""
+    """The expected start of the ranks. The defaults: Ranks do not print that they start (see `in_shell`)."""
 
     ranks: int = 0  # Number of ranks.
     timeout_s: float = math.inf  # Time limit in seconds, from the start of mpirun to the start of all ranks.
@@ -268,7 +268,7 @@ class Interference:
     is_done = False  # Whether all ranks have succeeded, so that terminating mpirun is not a failure
 
     def why_stop(self) -> str:
-        """Return why mpirun must end now; "" if it need not. Called at the start, and after each signal ABORTED."""
+        """Return why mpirun must end now; "" if it need not. May be called at any time after the start of mpirun."""
         return ""
 
     def takes(self, number: int) -> bool:
@@ -324,7 +324,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 class _Run:
     """One mpirun process. `mask`: The signal mask with which mpirun starts.
 
-    The caller must have blocked the signals in `caught`, SIGCHLD and ABORTED, because sigtimedwait receives them.
+    The caller must have blocked SIGCHLD, ABORTED and the signals in `caught`. `wait` receives them by sigtimedwait.
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],
@@ -418,7 +418,7 @@ class _Run:
         return self._has_started or len(hosts) >= self._start.hosts
 
     def _handing_on(self, number: int) -> tuple[signal.Signals, ...]:
-        """Return the signals that make mpirun send `number` to the ranks; () if no signal does, or if grace_s is 0."""
+        """Return signals that make mpirun send signal `number` to ranks; () if none does or TimeLimits.grace_s is 0."""
         return () if self._launcher is None or not self._limits.grace_s else self._launcher.handed_on.get(number, ())
 
     @property
@@ -491,7 +491,7 @@ class _Run:
             self._last_signal, self._is_handed_on = number, bool(ways)
 
     def _kill_remaining(self) -> None:
-        """Wait `left_s` for the remaining processes of the job on this host to end, and then kill them."""
+        """Wait up to TimeLimits.left_s for remaining processes of the job on this host to end. Then kill them."""
         until = time.monotonic() + self._limits.left_s
         while left := self._remaining():
             if self._termination.is_urgent or not self._has_started or time.monotonic() >= until:

@@ -231,7 +231,7 @@ def longest_wait(records: Sequence[Record]) -> Record:
 
 
 def _wait_of(records: Sequence[Record], places: Sequence[_Place]) -> str:
-    """Return a sentence on the longest wait: the two ranks, the step, and the place of the late rank in the script."""
+    """Return a sentence on the longest wait: which rank waited for which, in which step, and where the late one was."""
     longest = longest_wait(records)
     arrival = arrival_of(by_operation(records)[longest.process_set, longest.number])
     step = "" if longest.step == NO_STEP else f" in step {longest.step}"

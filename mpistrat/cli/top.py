@@ -109,8 +109,8 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
             silent_s, first = time_s - job.written, job.ranks[0].pid if job.ranks else None
             if silent_s >= _SILENT_S and (first is None or procfs.find(first) is None):
                 # A job that is killed leaves its file behind.
-                raise ValueError(f"was written {silent_s:.0f} s ago, and the first rank (process {first}) has ended. "
-                                 "Remove the file")
+                raise ValueError(f"the file was written {silent_s:.0f} s ago, and the first rank (process {first}) has "
+                                 "ended. Remove the file")
             jobs.append(job)
         except FileNotFoundError:
             continue  # The job has just ended.
@@ -123,21 +123,21 @@ def _read_file(path: Path, uid: int) -> JobStatus:
     """Read one status file, which user `uid` must own. Raises ValueError with the problem, or OSError."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
         if (problem := foreign(os.fstat(file.fileno()), uid, 0o022)):
-            raise ValueError(problem)
+            raise ValueError(f"the file {problem}")
         text = file.read()
     try:
         content = json.loads(text)
     except ValueError:
-        raise ValueError("is truncated, or is not JSON") from None
+        raise ValueError("the file is truncated, or is not JSON") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:
-        raise ValueError(f"has version {version}, but this mpistrat reads version {VERSION}. Remove the file if "
-                         "its job has ended")
+        raise ValueError(f"the file has version {version}, but this mpistrat reads version {VERSION}. Remove the file "
+                         "if its job has ended")
     try:
         return parse(content)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"is incomplete: {error}. Another version of mpistrat has written the file. Remove it if "
-                         "its job has ended") from None
+        raise ValueError(f"the file is incomplete: {error}. Another version of mpistrat has written the file. Remove "
+                         "it if its job has ended") from None
 
 
 def parse(content: Mapping[str, Any]) -> JobStatus:
@@ -158,7 +158,7 @@ _STALLED_S = 5.0
 
 @dataclass(frozen=True)
 class RankLine:
-    """The state of a rank. `steps_per_s` and `rows_per_s` are None without a count, or without an older report."""
+    """The state of a rank. `steps_per_s`, `rows_per_s`: None if nothing counts them, or without an older report."""
 
     rank: int
     host: str
@@ -245,7 +245,7 @@ def _slowest(ranks: tuple[RankStatus, ...]) -> tuple[int | None, str]:
         return None, f"each rank waits {share:.0%} of the time" if share >= LEAST_COST else "no rank waits for another"
     place, cost = found
     last, others = ranks[place], [asdict(rank) for rank in ranks if rank is not ranks[place]]
-    return last.rank, (f"the others wait {last.waiting + cost:.0%} of the time, and it {last.waiting:.0%}. "
+    return last.rank, (f"the others wait {last.waiting + cost:.0%} of the time, and this rank {last.waiting:.0%}. "
                        f"{cause_of([asdict(last)], others, cost)}")
 
 
@@ -299,7 +299,7 @@ def _job(summary: Summary) -> list["RenderableType"]:
     lines.append(table)
     if len(summary.ranks) > _MOST_RANKS:
         lines.append(Text(f"and {len(summary.ranks) - _MOST_RANKS} more ranks (--json prints all)"))
-    lines += [Text(f"{stall.name} is not complete for {_duration(stall.since_s)}: ranks "
+    lines += [Text(f"{stall.name} has been incomplete for {_duration(stall.since_s)}: ranks "
                    f"{rank_list(stall.waiting)} wait for "
                    f"{f'ranks {rank_list(stall.missing)}' if stall.missing else 'its end'}", style="red")
               for stall in summary.stalls]
@@ -407,7 +407,7 @@ def main(argv: list[str]) -> int:
             print(f"not shown: {problem}")
         if found.jobs:
             there = ", ".join(f"{job.job} ({job.script})" for job in found.jobs)
-            print(f"The name of no job or script begins with {options.job}. Running jobs: {there}.")
+            print(f"No job or script has a name that begins with {options.job}. Running jobs: {there}.")
         else:
             print(f"No job of yours runs on this host ({status_directory(os.environ)}). Run mpistrat top on the host "
                   "of rank 0.")
@@ -444,7 +444,7 @@ def _show_once(options: argparse.Namespace, summaries: Sequence[Summary], found:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Show the one job that runs at the start, or a list of several jobs, until Ctrl-C or until they have ended."""
+    """Show the only job, or a list if several jobs run when top starts, until Ctrl-C or until none of them is left."""
     console = _console()
     from rich.live import Live
     first = before = _chosen(_look(), options.job)

@@ -118,7 +118,7 @@ class FlatLayout:
         self.length = self._starts[-1]  # The number of elements of all arrays.
 
     def segments(self, start: int, count: int) -> list[tuple[int, slice, slice]]:
-        """Return which parts of the arrays are in the `count` elements of the flat buffer from `start` on.
+        """Return which parts of the arrays are in elements `start` to `start + count - 1` of the flat buffer.
 
         Each part is (index of the array, slice of the array, slice of the `count` elements).
         """

@@ -14,7 +14,7 @@ from .topology import Topology
 class Errors:
     """The rounding errors of the `count` values of a bucket, in float32; zeros at first.
 
-    A rank writes only the errors of values that it sends to other hosts. The system allocates no memory for the others.
+    A rank writes only the errors of values that it sends to other hosts. Errors that were never written take no memory.
     """
 
     def __init__(self, count: int):
@@ -35,10 +35,7 @@ class Errors:
 
 
 class ErrorFeedback:
-    """The rounding errors of all buckets, by the name of the bucket. They exist as long as the data plane.
-
-    `plane`: Lets the ranks tell each other whether they have memory for the errors.
-    """
+    """The rounding errors of all buckets, by bucket name. Ranks without memory for them say so through `plane`."""
 
     def __init__(self, plane: DataPlane, topology: Topology):
         self._plane, self._topology = plane, topology
@@ -48,7 +45,8 @@ class ErrorFeedback:
     def own(self) -> dict[str, np.ndarray]:
         """Return this rank's part of the errors, by the name of the bucket. Local; no collective may be in flight.
 
-        The sum over all ranks is the error. Rank 0 returns restored errors until their bucket is reduced again.
+        The errors of a bucket are the sum of what all ranks return. After `restore`, rank 0 alone returns the restored
+        errors of a bucket, and the other ranks return zeros, until the bucket is reduced again.
         """
         waiting = {name: errors if self._topology.rank == 0 else np.zeros_like(errors)
                    for name, errors in self._restored.items()}
@@ -59,7 +57,7 @@ class ErrorFeedback:
         self._kept, self._restored = {}, dict(errors)
 
     def of(self, quantised: Quantised, count: int) -> Errors | None:
-        """Return the errors of a bucket of `count` values, zeros at first; None: it has no error feedback. Collective.
+        """Return the errors of a bucket of `count` values; None: the bucket has no error feedback. Collective.
 
         Raises EngineError: A rank has no memory for the errors. All ranks raise it.
         """

@@ -145,8 +145,8 @@ class RanksLostError(EngineError):
         self.args = ((*self.lost, *(each for each in lost if each.rank not in known)),)
 
     def __str__(self) -> str:
-        who = "; ".join(map(str, self.lost)) or "a rank that only other ranks can name"
-        return f"Lost: {who}. No collective among the former ranks can be completed any more."
+        who = "; ".join(map(str, self.lost)) or "at least one rank, which other ranks name in their errors"
+        return f"Lost: {who}. Collectives of this rank fail until the ranks that are left have reconnected."
 
 
 class StallError(EngineError):

@@ -69,12 +69,12 @@ _FUSED = (CollectiveType.ALLREDUCE, CollectiveType.BROADCAST)
 
 
 def is_fused(request: Request) -> bool:
-    """Return whether the tensors of `request` may be fused: those of broadcasts, and of all-reduces except Adasum."""
+    """Return whether `request` may be fused with others: it is a broadcast, or an all-reduce other than Adasum."""
     return request.kind in _FUSED and request.scaled.op is not ReduceOp.ADASUM
 
 
 class Submitted(Protocol):
-    """A request that is equal on all ranks, with this rank's tensors. handle.Entry has these fields."""
+    """What fusion reads of a handle.Entry: the request, which is equal on all ranks, and this rank's arrays."""
 
     request: Request
     arrays: Sequence[Array]  # In the order of `request.tensors`.

@@ -152,7 +152,7 @@ def _call(calls: list[_Call]) -> None:
         try:
             callback(arguments)
         except Exception:  # Other handles must be completed all the same.
-            logger.exception("a callback on completion of a collective failed")
+            logger.exception("a callback that runs when a collective is complete has failed")
 
 
 @dataclass(frozen=True, eq=False)

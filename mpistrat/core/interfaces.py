@@ -39,7 +39,7 @@ class Prepared:
         """Continue to pack this rank's part of the data. Local; never waits."""
 
     def finish(self, all_packed: bool) -> None:
-        """Complete the all-reduce. Collective. `all_packed`: All ranks know that every rank has `is_packed` set."""
+        """Complete the all-reduce. Collective. `all_packed`: Every rank has packed its part, and all ranks know it."""
         self.plane.allreduce(self.sources, self.targets, self.reduction)
 
 
@@ -59,9 +59,9 @@ class DataPlane(ABC):
         """
 
     def prepare(self, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], reduction: Reduction) -> Prepared:
-        """Begin an all-reduce, and return it: do only the first part, which is local and short. Local; never waits.
+        """Do the short first part of an all-reduce. Prepared.finish does the rest. Local; never waits.
 
-        The caller may discard the result. `finish` may be called on it only if no other collective has run since.
+        The caller may discard the result, and must do so if another collective runs before `finish`.
         """
         return Prepared(self, sources, targets, reduction)
 
@@ -96,7 +96,7 @@ class DataPlane(ABC):
         return []
 
     def abandon(self, is_stalled: bool) -> None:
-        """Stop taking part in collectives. If the backend can, it makes ranks that wait for this rank fail. Local.
+        """Leave all collectives. Other ranks that wait for this rank get an error, if the backend can tell them. Local.
 
         `is_stalled`: Whether this rank leaves because it has waited too long for other ranks.
         """
@@ -134,19 +134,19 @@ class DeviceExecutor:
         raise NotImplementedError("there is no device to execute on")
 
     def uploaded(self, arrays: Sequence[np.ndarray]) -> Sequence[Array]:
-        """Copy arrays to the device, and return the copies as the `arrays` of an Entry.
+        """Copy arrays to the device. Return the copies, from which the caller makes an Entry.
 
         Raises EngineError: This rank has not used its device yet, or the device has no memory for the copies.
         """
-        raise EngineError("join() needs an earlier collective on this rank's GPU: the ranks choose the backend of GPU "
-                          "tensors together. Call a collective on GPU tensors on all ranks before join().")
+        raise EngineError("this rank waits in join() and has not used its GPU yet, but all ranks together must choose "
+                          "the backend of GPU tensors. Call a collective on GPU tensors on all ranks before join().")
 
     def poll(self) -> bool:
         """Complete the handles of the work that the device has finished. Returns whether there was such work."""
         return False
 
     def await_kept(self) -> None:
-        """Wait for work that the device has not finished, although its handles are complete. Local; any thread."""
+        """Wait until the device has finished the work whose handles were completed in advance. Local; any thread."""
 
     def drain(self) -> None:
         """Wait until all handles are complete, and the device no longer uses the memory of their tensors."""
@@ -156,7 +156,7 @@ class DeviceExecutor:
         return []
 
     def halt(self) -> None:
-        """Before handles fail, make the memory of their work safe to reuse. Takes seconds at most. Never raises."""
+        """Make the memory of unfinished work safe to reuse before handles fail. Takes seconds at most. Never raises."""
 
     def abandon(self) -> None:
         """Give up all work, because this rank or another rank has failed. Never raises."""
@@ -174,7 +174,7 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def flush(self, ranks: Sequence[int], limit_s: float | None = None) -> None:
-        """Wait until the messages to `ranks` need no further calls of this rank in order to arrive.
+        """Wait until all messages to `ranks` will arrive even if this rank makes no further calls.
 
         The engine flushes before a collective that the messages announce to `ranks`, and before the engine ends. A
         flush waits for room in the receivers' queues, so the receivers must be able to make progress without this rank.
@@ -194,8 +194,8 @@ class ControlPlane(ABC):
     def wait(self, timeout_s: float, spin_s: float = 0.0, quiet_s: float = 0.0) -> None:
         """Wait until a message may have arrived, wake() is called, or `timeout_s` has passed. May return early.
 
-        `spin_s`: Seconds to poll before sleeping. `quiet_s`: Seconds since the last event. A backend that must poll
-        sleeps longer between polls if `quiet_s` is larger.
+        `spin_s`: Seconds to poll before sleeping. `quiet_s`: For how many seconds the engine has had nothing to do. A
+        backend that must poll sleeps longer between polls if `quiet_s` is larger.
         """
 
     @abstractmethod
@@ -225,8 +225,8 @@ class Observer:
     def add(self, entry: Entry, bucket: int, began: int, ended: int) -> None:
         """Record an entry whose handle has its result. Local; takes a microsecond at most.
 
-        `bucket`: The `number` of the first entry in the same reduction. `began`, `ended`: When the reduction began and
-        ended, as time.monotonic_ns(). Of several reductions, the first counts for `began`, and the last for `ended`.
+        `bucket`: The Entry.number of the first entry in the same reduction. `began`: When the entry's first reduction
+        began. `ended`: When its last reduction ended. An entry may have several. Both times are time.monotonic_ns().
         """
 
     def receive(self, message: bytes) -> None:
@@ -237,7 +237,7 @@ class Observer:
 
 
 class Outcome(IntEnum):
-    """The outcome of a round of votes. ALL_READY needs `is_ready` in the votes of all ranks."""
+    """The outcome of a round of votes. ALL_READY: All ranks have voted for the same number, with `is_ready` true."""
 
     REFUSED = 0
     AGREED = 1  # All ranks have voted for the same number.
@@ -249,7 +249,7 @@ class AgreementRound(ABC):
 
     @abstractmethod
     def vote(self, number: int, is_ready: bool = False) -> None:
-        """Vote for `number` (61 bits); 0 is a vote against all. Wakes sleeping ranks. `is_ready`: See Outcome."""
+        """Vote for `number` (61 bits); 0 refuses to agree. Wakes sleeping ranks. `is_ready`: See Outcome."""
 
     @abstractmethod
     def outcome(self) -> Outcome | None:

@@ -96,7 +96,7 @@ class ResultPool:
         return block
 
     def _drop_free(self, allowed_bytes: int, taken_since: int = 0) -> None:
-        """Drop all free blocks except up to `allowed_bytes` of those taken last, in round `taken_since` or later."""
+        """Drop free blocks last taken before round `taken_since`, then the oldest until `allowed_bytes` are left."""
         free = [block for blocks in self._blocks.values() for block in blocks if block.is_free]
         free.sort(key=lambda block: block.taken_at, reverse=True)
         dropped = set()
@@ -124,7 +124,7 @@ class ResultPool:
 
 @lru_cache(1024)
 def block_size(nbytes: int) -> int:
-    """Return the bytes of a block for `nbytes` bytes: a multiple of 64, and from 512 on at most an eighth more."""
+    """Return the size of a block for `nbytes` bytes: a multiple of 64. From 512 bytes on it adds at most an eighth."""
     return rounded_up(nbytes, max(ALIGNMENT, (1 << nbytes.bit_length()) // (2 * RESULT_SIZE_STEPS)))
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def foreign(found: os.stat_result, uid: int, others: int) -> str:
-    """Return why a file is not trusted: its owner is not `uid`, or its mode has bits of `others`. Otherwise ""."""
+    """Return "" if `uid` owns a file and its mode has no bits of the mask `others`; else why it is not trusted."""
     if found.st_uid != uid:
         return f"belongs to user {found.st_uid}"
     if stat.S_IMODE(found.st_mode) & others:
-        return f"is open to others (mode {stat.S_IMODE(found.st_mode):o})"
+        return f"gives access to other users (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
 
 
@@ -20,7 +20,7 @@ def own_directory(path: Path, mode: int, others: int) -> None:
     The check is needed because another user may have made the directory first, for example in /tmp.
 
     Raises OSError: The directory cannot be made, is not a directory, belongs to another user, or its mode has bits of
-    `others`.
+    the mask `others`, for example 0o022.
     """
     path.mkdir(mode=mode, exist_ok=True)
     found = path.lstat()

@@ -96,7 +96,7 @@ _SUM = ScaledOp(ReduceOp.SUM)
 class Request:
     """One rank's announcement that tensors are ready to be reduced, gathered or broadcast together.
 
-    The ranks match requests by `name`. Only `labels`, `in_graph` and `process_set` may differ among the ranks.
+    The ranks match requests by `name`. Only the fields `labels`, `in_graph` and `process_set` may differ by rank.
     """
 
     kind: CollectiveType
@@ -190,7 +190,7 @@ def allreduce_request(name: str, tensors: tuple[TensorSpec, ...], scaled: Scaled
 
 
 def on_gpu(request: Request) -> Request:
-    """Return `request` for tensors on a GPU. Raises InvalidRequestError: Only the CPU can execute the request."""
+    """Return a copy of `request` for GPU tensors. Raises InvalidRequestError: The operation is Adasum (CPU only)."""
     if request.scaled.op is Adasum:
         raise InvalidRequestError(f"{request.name}: Adasum is computed on the CPU. Set MPISTRAT_GPU_OPERATIONS=host, "
                                   "or pass CPU tensors.")
@@ -247,7 +247,7 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
                       labels: tuple[str, ...] = (), device: str = DEVICE_CPU, process_set: int = 0) -> Request:
     """Return a request to overwrite `tensors` with the tensors of `root_rank`.
 
-    `ranks`: The job's numbers of the ranks that take part. The request has the index of `root_rank` in `ranks`.
+    `ranks`: The numbers in the job of the ranks that take part. The request has the index of `root_rank` in `ranks`.
     """
     for tensor in tensors:
         _check_bytes(name, tensor.dtype)
@@ -311,7 +311,7 @@ def _check_reducible(name: str, dtype: str, op: ReduceOp) -> None:
         raise InvalidRequestError(f"{name}: {op.name.capitalize()} of bool has no meaning. Cast to int32 to count, or "
                                   "use Min (all), Max (any) or Product (all).")
     if kind == "c" and op in (Min, Max):
-        raise InvalidRequestError(f"{name}: {op.name.capitalize()} of {dtype} has no meaning, for complex numbers have "
-                                  "no order.")
+        raise InvalidRequestError(f"{name}: {op.name.capitalize()} of {dtype} has no meaning, because complex numbers "
+                                  "have no order.")
     if kind not in ("b", "i", "u", "f", "c"):
         raise InvalidRequestError(f"{name}: dtype {dtype} cannot be reduced.")

@@ -1,4 +1,4 @@
-"""The rows that each rank gets in reduce-scatters and all-to-alls, and the choice of rows for a digest. Pure."""
+"""The rows that each rank gets in reduce-scatters and all-to-alls, and the rows by which ranks compare arrays. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ def received_rows(name: str, table: np.ndarray, topology: Topology) -> np.ndarra
 
 
 def exchanged_elements(table: np.ndarray, rank: int, elements: int) -> tuple[list[int], list[int], int]:
-    """Return (elements that `rank` sends to each rank, elements that it receives from each rank, the largest number).
+    """Return the counts of elements in an all-to-all: (`rank` to each rank, each rank to `rank`, the largest count).
 
-    The largest number is over all pairs of ranks. A row has `elements` elements. received_rows has checked `table`.
+    The largest count is over all senders and receivers. `table`: See received_rows. A row has `elements` elements.
     """
     parts = table[:, 1:] * elements
     return parts[rank].tolist(), parts[:, rank].tolist(), int(parts.max())
@@ -76,6 +76,6 @@ _SAMPLE_ROWS, _SAMPLE_BYTES, _FEWEST_ROWS = 256, 1 << 20, 8
 
 
 def places_of_sample(rows: int, row_bytes: int) -> np.ndarray:
-    """Return evenly spaced row indices for the digest of an array. `rows`: at least 1. `row_bytes`: bytes of a row."""
+    """Return evenly spaced indices of the rows to compare. `rows`: At least 1. `row_bytes`: The bytes of a row."""
     count = min(rows, _SAMPLE_ROWS, max(_FEWEST_ROWS, _SAMPLE_BYTES // max(row_bytes, 1)))
     return np.linspace(0, rows - 1, count).astype(np.int64)

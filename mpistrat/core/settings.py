@@ -32,7 +32,7 @@ FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream
 def _setting(env: str, default: T, doc: str, **allowed: Any) -> T:
     """Return a dataclass field with its environment name (without prefix), its documentation and its `allowed` values.
 
-    A number has limits, `low` and `high`. A text has `choices`, or is a list of `words`, or may be any text.
+    `allowed`: `low` and `high` of a number; for a text `choices` (one is set), `words` (some are set) or neither.
     """
     return field(default=default, metadata={"env": env, "doc": doc, **allowed})
 
@@ -45,8 +45,8 @@ class Settings:
         "FUSION_THRESHOLD", 128 * 1024 * 1024, "Bytes of one fusion buffer; ready tensors are reduced together up to "
         "this size. 0: no fusion.", low=0, high=2**40)
     cache_capacity: int = _setting(
-        "CACHE_CAPACITY", 16384, "Number of requests that ranks keep, so that they negotiate a repeated one by its "
-        "number instead of its full description. 0: none.", low=0, high=2**24)
+        "CACHE_CAPACITY", 16384, "Number of requests that a rank remembers. It sends the number of a repeated "
+        "request instead of its full description. 0: none.", low=0, high=2**24)
     stall_check_disable: bool = _setting(
         "STALL_CHECK_DISABLE", False, "1: wait without a limit, and without a report, for tensors that other ranks "
         "never submit and for collectives that do not end, on CPUs and GPUs alike.")
@@ -55,32 +55,34 @@ class Settings:
         "Seconds after which a tensor that only some ranks have submitted is reported.", low=0.1, high=1e7)
     stall_abort_s: float = _setting(
         "STALL_SHUTDOWN_TIME_SECONDS", 600.0,
-        "Seconds after which such a tensor ends the job with an error on every rank. 0: never.", low=0, high=1e7)
+        "Seconds after which a tensor that only some ranks have submitted ends the job with an "
+        "error on every rank. 0: never.", low=0, high=1e7)
     deadlock_s: float = _setting(
-        "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank has a "
-        "collective outstanding, none is complete, and no rank has called another one. Raise it if a rank may call its "
-        "next one later, in another thread or after long work. 0: never.", low=0, high=1e7)
+        "DEADLOCK_S", 10.0, "Seconds after which ranks that all wait for each other get an error: every rank waits for "
+        "a collective, no collective is complete, and no rank has called a further collective. Raise it if a rank may "
+        "call its next collective later than that, in another thread or after long work. 0: never.",
+        low=0, high=1e7)
     lost_after_s: float = _setting(
         "LOST_AFTER_S", 5.0, "Seconds without an answer after which a host is lost, because it is down or the link to "
-        "it is cut. Its kernel is probed five times within these, once a second at most. 0: hosts are not probed.",
+        "it is cut. Its kernel is probed five times in these seconds, at most once a second. 0: hosts are not probed.",
         low=0, high=1e5)
     stopped_limit_s: float = _setting(
-        "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed, so that an "
-        "elastic job goes on without it. It is reported after 5 s. 0: never.", low=0, high=1e7)
+        "STOPPED_LIMIT_S", 0.0, "Seconds after which a rank whose process is stopped (SIGSTOP) is killed. An elastic "
+        "job then goes on without it. A stopped rank is reported after 5 s. 0: never.", low=0, high=1e7)
     launcher_check_disable: bool = _setting(
         "LAUNCHER_CHECK_DISABLE", False, "1: a rank goes on when the process that launched it (of mpirun or srun) has "
-        "ended. By default it ends within seconds, with the processes that it started.")
+        "ended. By default the rank then ends within seconds, with the processes that it has started.")
     check_every: int = _setting(
-        "CHECK_EVERY", 1000, "Batches after which, within an epoch, fit compares the weights of the ranks and the "
-        "state of their optimizers, and commits after which an elastic state compares the weights that are trained. 0: "
-        "never; fit still compares when an epoch ends.", low=0, high=2**31)
+        "CHECK_EVERY", 1000, "Number of batches after which fit, within an epoch, compares the ranks' weights and the "
+        "state of their optimizers; and number of commits after which an elastic state compares the trained weights. "
+        "0: never; fit still compares at the end of each epoch.", low=0, high=2**31)
     check_action: str = _setting(
-        "CHECK_ACTION", "abort", "What happens when these differ by more than rounding. abort: an error on every rank. "
-        "warn: a warning. off: no consistency checks (weights, data, steps, callbacks, learning rates). What fit "
-        "computes is the same in each case.", choices=("abort", "warn", "off"))
+        "CHECK_ACTION", "abort", "What happens when weights or optimizers of the ranks differ by more than rounding. "
+        "abort: an error on every rank. warn: a warning. off: no consistency checks (weights, data, steps, callbacks, "
+        "learning rates). What fit computes is the same in each case.", choices=("abort", "warn", "off"))
     nan_warning: bool = _setting(
-        "NAN_WARNING", True, "0: no warning names the rank whose gradients are the first with Inf or NaN, and the "
-        "tensors. It is for gradients that are reduced on the CPU, dense ones.")
+        "NAN_WARNING", True, "1: a warning names the rank and the tensors in which the first Inf or NaN of a gradient "
+        "was. Only dense gradients that are reduced on the CPU are looked at. 0: no warning.")
     join_average: str = _setting(
         "JOIN_AVERAGE", "active", "What an average divides by while some ranks have called join(). active: the number "
         "of ranks that give a tensor. all: the number of all ranks, as in Horovod.", choices=("active", "all"))
@@ -93,42 +95,44 @@ class Settings:
         "tries 512 KiB, 2 MiB and 4 MiB on its own all-reduces, as far as the host's memory allows, and keeps the "
         "fastest; with several hosts 2 MiB.", low=0, high=2**28)
     gpu_operations: str = _setting(
-        "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged; of process sets "
-        "that overlap one has nccl. nccl: NCCL in all sets. staged: copy through pinned host memory to the backend for "
-        "CPU tensors. host: treat as CPU tensors, together with those of ranks without a GPU.",
+        "GPU_OPERATIONS", "auto", "Backend for GPU tensors. auto: first available of nccl, staged; if process sets "
+        "overlap, only one of them uses nccl. nccl: NCCL in all sets. staged: copy through pinned host memory to the "
+        "backend for CPU tensors. host: treat as CPU tensors, together with those of ranks without a GPU.",
         choices=("auto", "nccl", "staged", "host"))
     nccl_streams: int = _setting(
         "NUM_NCCL_STREAMS", 1, "Number of NCCL communicators, each with its own streams. They reduce buckets of GPU "
         "tensors in turn.", low=1, high=16)
     disable: str = _setting(
-        "DISABLE", "none", "Fast ways that are not used, separated by commas. fast_path: votes on an operation among "
-        "ranks that wait for one after the other; all are then negotiated through rank 0, slower, with the same "
-        "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, the threads of which may stop all "
-        "ranks for a minute at the end of an iterator; maps are parallel all the same. shadow: the proofs that NCCL "
-        "gives right numbers: known ones when it connects, and the first two reductions of each kind, which are done "
-        "on the CPU as well, and compared. small_buckets: buckets of gradients of 4 MiB on several hosts; they are "
-        "then of 16 MiB as on one. stream_order: the caller's stream on the GPU that waits for the end of a "
-        "collective, where a check finds that it does; the host then waits, and lets the caller go on. xla: "
-        "collectives that XLA compiles, with TensorFlow 2.21 and later; they are then an error in a function with "
-        "jit_compile=True, and Keras models are trained without XLA.", words=get_args(FastWay))
+        "DISABLE", "none", "Optimizations to switch off, separated by commas. fast_path: a vote, in shared memory, on "
+        "an operation for which all ranks wait. Without it rank 0 negotiates every operation; slower, with the same "
+        "results. fixed_input: datasets of tf.data without TensorFlow's autotuning, whose threads may stop all ranks "
+        "for a minute at the end of an iterator. Maps stay parallel. shadow: the proofs that NCCL gives right numbers: "
+        "a sum of known numbers when it connects, and the first two reductions of each kind, which the CPU repeats and "
+        "compares. small_buckets: gradients in buckets of 4 MiB on several hosts. Without it they have 16 MiB, as on "
+        "one host. stream_order: the caller's stream on the GPU waits for the end of a collective, if a check has "
+        "shown that it does. Without it the host waits. xla: collectives that XLA compiles, with TensorFlow 2.21 and "
+        "later. Without it they are an error in a function with jit_compile=True, and Keras models are trained "
+        "without XLA.", words=get_args(FastWay))
     bind: str = _setting(
         "BIND", "all", "What each rank of a host gets for itself. cores: an equal share of the cores that the job may "
-        "use there, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
-        "mpistrat.keras, and MPIStrategy, assign as pin_gpu() does. all: both. none: neither.",
+        "use on the host, unless the launcher has bound the ranks. gpu: a GPU, which init() of mpistrat.tensorflow and "
+        "of mpistrat.keras, and MPIStrategy, assign as pin_gpu() does. all: both. none: neither.",
         choices=("all", "cores", "gpu", "none"))
     recorder: str = _setting(
-        "RECORDER", "all", "What is made of the operations that ranks record. all: rank 0 writes what all ranks do to "
-        "a file once a second, which mpistrat top reads, and mpistrat run writes what the ranks of a job that fails "
-        "did last to a timeline, in the directory .mpistrat of its directory. status: the file for mpistrat top alone. "
-        "0: nothing is recorded, and there is no timeline.", choices=("all", "status", "0"))
+        "RECORDER", "all", "Which files the operations that ranks record are written to. all: once a second rank 0 "
+        "writes the state of all ranks to a file, which mpistrat top reads; and if a job fails, mpistrat run writes "
+        "the last operations of its ranks to a timeline, in the subdirectory .mpistrat of the working directory. "
+        "status: only the file for mpistrat top. 0: nothing is recorded, and there is no timeline.",
+        choices=("all", "status", "0"))
     timeline: str = _setting(
         "TIMELINE", "none", "File to which rank 0 writes the operations of all ranks, as start_timeline does, in "
         "Chrome's trace format. none, or DYNAMIC as in Horovod: no file before start_timeline.")
     timeline_mark_cycles: bool = _setting(
-        "TIMELINE_MARK_CYCLES", False, "1: mark in that file when each rank begins to execute what was agreed on.")
+        "TIMELINE_MARK_CYCLES", False, "1: mark in the timeline when each rank begins to execute the operations on "
+        "which the ranks have agreed.")
     timeline_steps: str = _setting(
-        "TIMELINE_STEPS", "all", "Steps of training that are in that file, as FIRST:END, from 0 and without END. all: "
-        "everything.")
+        "TIMELINE_STEPS", "all", "Steps of training that are in the timeline, as FIRST:END. The first step is 0, and "
+        "END is not included. all: all steps.")
     log_level: str = _setting(
         "LOG_LEVEL", "warning", "Least severity of the messages shown: debug, info, warning or error.",
         choices=("debug", "info", "warning", "error"))
@@ -182,7 +186,7 @@ class Settings:
         return [(PREFIX + f.metadata["env"], shown(f.default), f.metadata["doc"]) for f in fields(cls)]
 
     def uses(self, way: FastWay) -> bool:
-        """Return whether a fast way may be used. MPISTRAT_DISABLE lists the ways that may not be used."""
+        """Return whether the optimisation `way` may be used: MPISTRAT_DISABLE does not list it."""
         return way not in self.disable.split(",")
 
     @property
@@ -265,7 +269,7 @@ def _parse(setting: "Field[Any]", text: str) -> bool | int | float | str:
     if "words" in meta:
         words = sorted({word.strip() for word in text.lower().split(",")})
         if words != ["none"] and (unknown := [word for word in words if word not in meta["words"]]):
-            raise ValueError(f"expected none, or one or more of {', '.join(meta['words'])}, separated by commas. "
+            raise ValueError(f"expected 'none', or one or more of {', '.join(meta['words'])}, separated by commas. "
                              f"Unknown: {', '.join(map(repr, unknown))}.")
         return ",".join(words)
     if kind is str:

@@ -26,7 +26,7 @@ def are_installed() -> bool:
 
 
 def expect() -> None:
-    """Make may_interrupt return True in the main thread from now on, because an interruption is planned."""
+    """Make may_interrupt return True in the main thread from now on: mpistrat will send this process a signal."""
     global _found, _next_look_at
     _found, _next_look_at = True, math.inf
 

@@ -21,16 +21,16 @@ def total(waits: Iterable[Waits]) -> Waits:
 
 
 def behind(waits: Waits) -> str:
-    """Return a phrase like "12% of it behind the backward pass" for the hidden communication; "" if none is hidden."""
+    """Return which share of `waits` the backward pass has hidden: "12% of it during the backward pass"; "" for 0."""
     share = waits.hidden / ((waits.waiting + waits.moving) or 1)
-    return f"{share:.0%} of it behind the backward pass" if share else ""
+    return f"{share:.0%} of it during the backward pass" if share else ""
 
 
 def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
     """Return the index of the slowest rank, and its cost for the others; None if no rank is clearly slower.
 
-    `waiting[r]`: The share of the time in which rank r waits, for two or more ranks. The slowest rank comes last to the
-    collectives, and so waits least. Its cost is the mean share of the other ranks minus its own share.
+    `waiting[r]`: The share of the time in which rank r waits. There are at least two ranks. The slowest rank comes last
+    to the collectives, and so waits least. Its cost is the mean share of the other ranks minus its own share.
     """
     index = min(range(len(waiting)), key=waiting.__getitem__)
     cost = fmean(share for other, share in enumerate(waiting) if other != index) - waiting[index]
@@ -38,7 +38,7 @@ def slowest(waiting: Sequence[float]) -> tuple[int, float] | None:
 
 
 def shares_of(waits: Sequence[Waits], names: Sequence[str]) -> str:
-    """Return the end of a sentence: the time in collectives, and the slowest rank. "" if a rank has no records."""
+    """Return a clause on the time in collectives and the slowest rank; "" if a rank has recorded no collectives."""
     if not all(each.seconds for each in waits):
         return ""
     share = fmean((each.waiting + each.moving) / each.seconds for each in waits)

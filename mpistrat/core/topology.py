@@ -154,7 +154,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 # -- texts about a wait for other ranks that takes too long ------------------------------------------------------------
 
 MOST_LISTED = 6  # The number of hosts, tensors or groups of ranks that a message lists. The others are only counted.
-_NOT_RUNNING = "its process is stopped, or something in it keeps Python's global interpreter lock"
+_NOT_RUNNING = "its process is stopped, or some code in it holds Python's global interpreter lock"
 
 
 def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -> str:
@@ -165,11 +165,11 @@ def describe_wait(topology: Topology, missing: Sequence[int], waited_s: float) -
     is_one_host = len(topology.hosts) == 1
     who = f"rank {topology.job_rank}" + ("" if is_one_host else f" on {topology.host}")
     wait = f"{who} has waited {waited_s:.0f} s for {describe_ranks(topology, missing)}."
-    engine = f"The engine of one of them, at least, does not run: {_NOT_RUNNING}."
+    engine = f"The engine of at least one of these ranks does not run: {_NOT_RUNNING}."
     if is_one_host:
         return f"{wait} {engine}"
     if set(missing) <= set(topology.local_ranks):
-        return f"{wait} {engine} Or one of them waits for another host: {network_cause(topology, topology.hosts)}."
+        return f"{wait} {engine} Or one of the ranks waits for another host: {network_cause(topology, topology.hosts)}."
     network = network_cause(topology, topology.hosts_of(missing))
     return f"{wait} Either {network}; or the engine of one of these ranks does not run: {_NOT_RUNNING}."
 

@@ -84,7 +84,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class End:
-    """An action: end the agent. The actions that kill the ranks of the host come earlier in the same list."""
+    """An action: end the agent. In a list of actions it comes after those that kill the ranks of the host."""
 
     why: str
 
@@ -121,7 +121,7 @@ class _Write:
 class AgentState:
     """The decisions of one agent, without I/O. Each method returns the actions to take, in order.
 
-    `now`: The time in seconds, from any origin, here and in all methods. `paths`: The paths of the two memory files.
+    `now`: The time in seconds, from any origin, here and in all methods. `paths`: Paths of the two files for commits.
     `stay_s`: How many seconds the agent waits for a supervisor that does not answer, before the agent ends.
     """
 
@@ -145,7 +145,7 @@ class AgentState:
 
     def hello(self, connection: Hashable, rank: int, pid: int, generation: int, launcher: int = 0,
               is_connected: bool = False) -> list[Action]:
-        """Take the hello of a rank, which it sends in init(), after init() (`is_connected`), and to each new agent.
+        """Take the hello of a rank. A rank says hello in init(), after init() (`is_connected`), and to a new agent.
 
         A rank of an old generation is killed. `launcher`: The pid of the process that launched the rank; 0 if unknown.
         """
@@ -167,7 +167,7 @@ class AgentState:
     def asked_to_write(self, connection: Hashable, commit: CommitId, is_copy: bool, now: float) -> list[Action]:
         """Take a rank's request to write a commit. Ranks write one after the other.
 
-        `is_copy`: The commit is not new. The agent ignores it if the agent has this commit or a newer commit.
+        `is_copy`: The commit is not new. If the agent has it or a newer commit, the rank need not write.
         """
         if connection in self.ranks and not self._is_ending:
             self._writes.append(_Write(connection, commit, is_copy))
@@ -263,7 +263,7 @@ class AgentState:
         if now - self._ticked > SILENT_S:  # This process was stopped, and the supervisor's answers may wait.
             self._cut_off_at = max(self._cut_off_at, now + BACK_S)
         self._ticked = now
-        silence = f"the supervisor was not heard for {LOST_AFTER_S + now - self._cut_off_at:.1f} s"
+        silence = f"nothing has arrived from `mpistrat run` for {LOST_AFTER_S + now - self._cut_off_at:.1f} s"
         if self._is_cut_off:
             return self.end(silence) if now > self._cut_off_at + self._stay_s else []
         if now > self._cut_off_at:
@@ -422,7 +422,7 @@ class Agent:
                     os.unlink(path)
 
     def _note_segments(self, pid: int) -> None:
-        """Note the files of MPI's shared memory. The agent deletes them when it ends, since killed ranks do not."""
+        """Note the shared memory files of MPI in process `pid`. If it is killed, only the agent deletes them."""
         with contextlib.suppress(OSError):  # The process has just ended.
             maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             self._segments |= {path for entry in maps if (path := entry.rpartition(" ")[2]).startswith(_SEGMENTS)}

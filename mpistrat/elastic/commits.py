@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 
 
 def _name_of(dtype: "np.dtype[Any]") -> str:
-    """Return a name from which `_dtype` makes `dtype`; "" if there is none, as for structures and objects."""
+    """Return a name from which `_dtype` makes `dtype`; "" if there is none, as for structured dtypes and object."""
     for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
         with contextlib.suppress(TypeError, AttributeError):
             if not dtype.hasobject and _dtype(name) == dtype:
@@ -154,7 +154,7 @@ class Packed:
         self.nbytes = start  # The size of the commit.
 
     def write(self, memory: memoryview) -> None:
-        """Write the commit to the first `nbytes` bytes of `memory`."""
+        """Write the commit to the start of `memory`, which must have at least `self.nbytes` bytes."""
         table = _COUNTS.pack(len(self._parts), self.nbytes) + b"".join(
             _PART.pack(start, part.nbytes) for start, part in self._parts)
         checksum, end = zlib.crc32(table), _START.size + len(table)
@@ -170,13 +170,13 @@ class Packed:
 def read(memory: memoryview) -> Any:
     """Return the value of the commit in `memory`. Its arrays are views of `memory`. Raises DamagedCommitError."""
     if memory.nbytes < _HEADER_BYTES:
-        raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes. Received: {memory.nbytes} bytes")
+        raise DamagedCommitError(f"a commit has at least {_HEADER_BYTES} bytes, but this one has {memory.nbytes}")
     magic, checksum = _START.unpack_from(memory)
     count, nbytes = _COUNTS.unpack_from(memory, _START.size)
     if magic != _MAGIC:
-        raise DamagedCommitError(f"a commit begins with {_MAGIC!r}. Received: {bytes(memory[:16])!r}")
+        raise DamagedCommitError(f"a commit begins with {_MAGIC!r}, but this one with {bytes(memory[:16])!r}")
     if nbytes > memory.nbytes:
-        raise DamagedCommitError(f"the commit has {nbytes} bytes. Received: {memory.nbytes} bytes")
+        raise DamagedCommitError(f"the commit was written with {nbytes} bytes, but has {memory.nbytes}")
     if nbytes < _HEADER_BYTES or zlib.crc32(memory[_START.size:nbytes]) != checksum:
         raise DamagedCommitError("the checksum of the commit is wrong")
     table = memory[_HEADER_BYTES:_HEADER_BYTES + count * _PART.size]
@@ -188,7 +188,7 @@ def claim(directory: Path) -> tuple[int, str]:
     """Lock a directory for the commits of this job, and delete the partial files that killed jobs have left there.
 
     Make the directory if it does not exist. Return (descriptor, ""). The lock ends when the descriptor is closed or the
-    process ends. If the file system has no locks (some network file systems), return the reason in place of "".
+    process ends. If the file system has no locks, delete nothing, and return (descriptor, the reason).
 
     Raises OSError: Another job holds the lock, the directory cannot be made, or other users can write to it.
     """
@@ -213,7 +213,7 @@ def claim(directory: Path) -> tuple[int, str]:
 def save(packed: Packed, path: str) -> None:
     """Write a commit to a file atomically: the file is never partial. Only this user can read the file.
 
-    Raises OSError: The file cannot be written, or others can write to its directory. An existing file is not changed.
+    Raises OSError: The file cannot be written (an existing file then stays), or others can write to its directory.
     """
     own_directory(Path(path).parent.resolve(), 0o700, _OTHERS)
     memory = bytearray(packed.nbytes)

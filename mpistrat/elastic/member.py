@@ -145,8 +145,8 @@ def connect_to_agent(job: ElasticJob) -> Connection:
                 if code or time.monotonic() > until:
                     errors.seek(0)
                     said = errors.read().decode(errors="replace").strip().rpartition("\n")[2] or error
-                    raise ElasticError(f"the agent of this host does not start: {said}. The agent must reach the host "
-                                       f"of `mpistrat run` ({', '.join(job.hosts)}) on port {job.port}.") from None
+                    raise ElasticError(f"the agent of this host does not start: {said}. The agent must reach "
+                                       f"`mpistrat run` (at {', '.join(job.hosts)}) on port {job.port}.") from None
                 time.sleep(_AGENT_POLL_S)
 
 
@@ -163,9 +163,9 @@ def agent_process(job: ElasticJob) -> procfs.Process | None:
 
 
 def _let_go_on(process: procfs.Process, is_killed: bool = False) -> None:
-    how = "is killed and replaced" if is_killed else "is continued"
+    how = "is killed and replaced" if is_killed else "gets SIGCONT to go on"
     logger.warning("mpistrat: the agent of this host (process %d) was stopped by a signal or a debugger. The agent %s, "
-                   "since no commit can be kept without an agent.", process.pid, how)
+                   "because no commit can be kept without an agent.", process.pid, how)
     with contextlib.suppress(OSError):  # The agent has just ended.
         os.kill(process.pid, signal.SIGKILL if is_killed else signal.SIGCONT)
 
@@ -253,7 +253,7 @@ class Member:
         try:
             if not self._agent.connect_again():
                 return
-            logger.info("a new agent replaces the agent of this host, which has ended")
+            logger.info("the agent of this host has ended, and a new agent replaces it")
             self._welcome = self._hello()
             if self._size:
                 self.rename(self._rank, self._size)
@@ -268,7 +268,7 @@ class Member:
 
     @property
     def newest(self) -> CommitId | None:
-        """The id of the newest commit in this host's agent, as of the agent's last answer to this rank, or None."""
+        """The id of the agent's newest commit, as the agent last told this rank; None: the agent had no commit."""
         found = self._welcome["newest"]
         return None if found is None else CommitId(found["generation"], found["number"])
 
@@ -321,7 +321,7 @@ class Member:
             try:
                 task()
             except Exception as error:  # The thread has further tasks. `_write` keeps its own errors.
-                logger.warning("the last commit could not be handed to the agent of this host again: %s", error)
+                logger.warning("the last commit could not be copied to the agent of this host: %s", error)
 
     def _write(self, commit: Commit, is_writer: bool, is_saved: bool) -> None:
         number = commit.id.number
@@ -379,7 +379,7 @@ class Member:
         try:
             found, value = commits.load(str(self._checkpoint_path))
         except (OSError, DamagedCommitError) as error:
-            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to begin with no commit.") from None
+            raise ElasticError(f"{self._checkpoint_path}: {error}. Remove the file to train from the start.") from None
         return found, value
 
     # -- the end -------------------------------------------------------------------------------------------------------

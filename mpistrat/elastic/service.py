@@ -205,7 +205,7 @@ class Service:
                             awaited=list(self._awaited.get(self._names[connection], {}).items()))
             return []
         if kind == "cut off":
-            return [Say(f"{host}: the ranks were ended, since {message['why']}. Its commits are kept")]
+            return [Say(f"the ranks on {host} were ended: {message['why']}. The commits there are kept")]
         if kind == "committed":
             plan.committed(CommitId(*message["commit"]), message["step"])
             return []

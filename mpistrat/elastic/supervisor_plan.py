@@ -101,8 +101,8 @@ class Hosts:
     def usable(self, least: int, now: float) -> dict[str, int]:
         """Return the hosts on which ranks may start, each with its number of ranks.
 
-        If they have fewer than `least` slots together, the result also has excluded hosts that are reached or have
-        begun to answer probes, and silent hosts whose cooldown is over, because a firewall may drop the probes.
+        If these hosts have fewer than `least` slots together, add excluded hosts that are reached, or that answer
+        probes but did not when they were excluded. Add silent hosts after their cooldown: a firewall may drop probes.
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}
@@ -190,7 +190,7 @@ class Generation:
 
     @property
     def has_left(self) -> bool:
-        """Whether the generation was told to end at a commit, and each rank has ended there, or with code 0."""
+        """Whether the generation was told to end at a commit, and all ranks ended at that commit or with code 0."""
         return bool(self.leaves and self.processes) and all(state in ("left", "done") for state in self.states)
 
     @property
@@ -316,7 +316,7 @@ class Plan:
         self._hosts.agent_found(host)
 
     def agent_gone(self, host: str, why: str, now: float) -> list[Action]:
-        """Note that an agent's connection is closed. A running generation waits, because an agent may connect again."""
+        """Note that an agent's connection is closed. While a generation runs, do no more: the agent may reconnect."""
         self._hosts.agent_gone(host, why, now)
         return [] if self._running is not None else self._lose_hosts(0.0, now)
 
@@ -352,7 +352,7 @@ class Plan:
     # -- what ranks say, through their agents -------------------------------------------------------------------------
 
     def _process(self, host: str, pid: int, generation: int, ends: bool = False) -> tuple[Generation, Process] | None:
-        """Return the running generation and its process `pid`; None if it has ended, or `generation` does not run."""
+        """Return the running generation and its process `pid`; None if that process or `generation` does not run."""
         if ends and pid in self._awaited.get(host, ()):
             self._awaited[host].discard(pid)
             if not self._awaited[host]:
@@ -419,7 +419,7 @@ class Plan:
         if (running := self._generation(generation)) is None:
             return []
         self._hosts.cool(host, now)
-        return [] if running.leaves else self._leave(f"{host} is taken away ({why})")
+        return [] if running.leaves else self._leave(f"{host} leaves the job ({why})")
 
     # -- the generation, the user, and the time ------------------------------------------------------------------------
 
@@ -439,9 +439,9 @@ class Plan:
                         silent: Collection[str] = ()) -> list[Action]:
         """Decide what follows after the mpirun of a generation has ended with exit code `code`.
 
-        `has_started`: Whether processes have started on all hosts. If not, the hosts that were not reached are excluded
-        for a while, and the generation counts neither as a failure nor as a loss. `silent`: The hosts whose agents have
-        been silent for longer than usual, but are not given up yet.
+        `has_started`: Whether processes have started on all hosts. If not, hosts without ranks and agents are excluded
+        for a while, and if there are such hosts, the limits of failures and losses do not count this generation.
+        `silent`: The hosts whose agents have been silent for longer than usual, but are not given up yet.
         """
         running = self._running
         if running is None or self._is_done:
@@ -458,7 +458,7 @@ class Plan:
         return [*self._lose_hosts(0.0, now), *cooled, *self._after(running, code, bool(cooled), now)]
 
     def _cool_unreached(self, running: Generation, now: float) -> list[Action]:
-        """Exclude the hosts where no rank has started. If some of them do not answer probes, exclude only these."""
+        """Exclude unreached hosts where no rank has started. If some of them answer no probes, exclude only these."""
         heard = {process.host for process in running.processes.values()}
         unreached = [host for host in running.hosts if host not in heard and not self._hosts.is_reached(host)]
         silent = [host for host in unreached if not self._hosts.is_there(host, now)]
@@ -492,7 +492,7 @@ class Plan:
             return self._finish(Done(_failure(code), f"generation {running.number} has failed, and --reset-limit "
                                                      f"{limit} is reached{self._last}"))
         if self._fruitless >= _MOST_FRUITLESS:
-            return self._finish(Done(_failure(code), f"{self._fruitless} generations in a row have failed before a "
+            return self._finish(Done(_failure(code), f"{self._fruitless} generations in a row have failed without a "
                                                      f"commit{self._last}"))
         wait_s = 0.0 if self._fruitless == 0 else min(_FIRST_BACKOFF_S * 2 ** (self._fruitless - 1), _LONGEST_BACKOFF_S)
         self._start_at = now + wait_s
@@ -505,8 +505,8 @@ class Plan:
 
     @property
     def _last(self) -> str:
-        """The end of a message: "; the last is " and the newest commit; "" if there is no commit."""
-        return f"; the last is {self._named}" if self.newest.number else ""
+        """The end of a message, such as "; the newest commit is commit 3 of generation 1"; "" if there is no commit."""
+        return f"; the newest commit is {self._named}" if self.newest.number else ""
 
     def tick(self, now: float) -> list[Action]:
         """Check all time limits, and start the next generation when it is due. To be called at least every second."""
@@ -521,11 +521,11 @@ class Plan:
             # The ranks cannot mend the loss of a rank until all of them have left init().
             connected = sum(process.is_connected for process in running.processes.values())
             if connected < running.ranks and now - running.lost_at > START_LOSS_S:
-                return self._stop("a rank was lost before all had left init()")
+                return self._stop("a rank was lost before all ranks had left init()")
             if now - running.lost_at > RECOVERY_LIMIT_S:
-                return self._stop(f"a loss was not mended within {RECOVERY_LIMIT_S:g} s")
+                return self._stop(f"the ranks have not recovered from a loss within {RECOVERY_LIMIT_S:g} s")
             if now - running.ended_at > END_LIMIT_S:
-                return self._stop(f"all ranks have ended, and mpirun has not within {END_LIMIT_S:g} s")
+                return self._stop(f"all ranks have ended, but mpirun has not ended within {END_LIMIT_S:g} s")
             return self._grow(now)
         usable = self._hosts.usable(self._limits.min_np, now)
         slots = sum(usable.values())
@@ -563,5 +563,5 @@ class Plan:
 
 
 def _failure(code: int) -> int:
-    """Return the exit code of a job that has failed for good: mpirun's exit code `code`, or 1 in place of 0 and 75."""
+    """Return the exit code of a failed job: mpirun's `code`, but 1 if that is 0 (success) or 75 (preempted)."""
     return 1 if code in (0, PREEMPTED_CODE) else code

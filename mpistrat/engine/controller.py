@@ -54,11 +54,11 @@ _LAST_MESSAGE_AFTER_STALL_S = 0.2
 
 
 class BrokenOffError(EngineError):
-    """Ends the engines of all ranks, because a graph on one rank cannot continue. All ranks raise an EngineError.
+    """The reason to end the engines of all ranks: a graph on one rank cannot continue. Callers get an EngineError.
 
     The collectives that the graph has submitted cannot be taken back: other ranks may wait for them, and would execute
-    them together with the collectives of this rank's next step. `cause`: A sentence for the text of the EngineError,
-    which says what has happened, and on which rank.
+    them together with the collectives of this rank's next step. `cause`: A sentence that says what has
+    happened, and on which rank. The text of the EngineError begins with it.
     """
 
     def __init__(self, cause: str):
@@ -83,9 +83,9 @@ class LifeCycle:
         self.is_end_announced = False  # The coordinator knows that this rank will submit no more.
 
     def end_if_abandoned(self) -> bool:
-        """End the engine if `abandoned` is set, or ranks are lost. Returns whether this call has ended the engine.
+        """End the engine if `self.abandoned` is set, or ranks are lost. Returns whether this call has ended it.
 
-        Raises BrokenOffError: `broken_off` is set, and no ranks are lost.
+        Raises BrokenOffError: `self.broken_off` is set, and no ranks are lost.
         """
         if self.ended.is_set():
             return False
@@ -198,8 +198,8 @@ class Controller:
         agreement: Carries the votes of the fast path; None: the fast path is off.
         clock: Returns seconds, from any origin.
         interruption: Ends the cycles if ranks are lost; None: losses are not noticed.
-        where: Returns the position of this rank in the script, for reports that other ranks wait for it.
-        look: Returns the position of a rank that does not answer. A call may take seconds. See StallWatch.
+        where: Returns where in the script this rank is, for the report that other ranks wait for this rank.
+        look: Returns where a rank is that does not answer, by its number in the job. A call may take seconds.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -342,7 +342,7 @@ class Controller:
         return is_busy
 
     def _send_observed(self) -> None:
-        """Send the next message of this rank's observer (there is one), unless an earlier message is still queued."""
+        """Send the next message of this rank's observer, unless an earlier message is still queued on this rank."""
         parent = self._coordinator.parent
         receivers = self._coordinator.children if parent is None else (parent,)
         if not self.control.is_sending_to(receivers):
@@ -394,7 +394,7 @@ class Controller:
             self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
-        """Execute the received decisions of rank 0. As long as a vote is open, only vote against all operations."""
+        """Execute the received decisions of rank 0. First end an open vote, by voting against all operations."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
             # Relay before executing, since the children must first end an open vote too. Do not relay before earlier

@@ -122,7 +122,7 @@ class Engine:
         self._call_background()
 
     def _end_graph_of(self, entry: Entry, error: DuplicateNameError) -> None:
-        """If `entry` is of a graph, end the engines and raise EngineError, because the graph cannot continue."""
+        """If a tf.function has submitted `entry`, end the engines of all ranks, and raise `error` as an EngineError."""
         if entry.request.in_graph:
             raise self.break_off(f"{error} That was in a tf.function on {self._rank}.") from error
 
@@ -137,7 +137,7 @@ class Engine:
         return EngineError(str(self._life.error or error))
 
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
-        """Handle an error that has ended an execution of a graph: wait for the operations in flight. Local.
+        """Wait for the operations in flight of a graph whose execution has ended in an error. Count the error. Local.
 
         `origins`: The nodes of the graph. `names`: The names that these nodes may submit. Normally the other ranks also
         submit the operations in flight, which then complete. If they do not complete soon, the engines of all ranks
@@ -203,7 +203,7 @@ class Engine:
         return True
 
     def _join(self, thread: threading.Thread) -> None:
-        """Wait until the background thread has ended. It may still be in its last cycle when `ended` is set."""
+        """Wait until the background thread has completed its last cycle and ended, for _LAST_CYCLE_S at most."""
         self._is_called.set()
         if thread is not threading.current_thread():
             thread.join(_LAST_CYCLE_S)
@@ -230,7 +230,7 @@ class Engine:
     def _drive(self, handle: Handle | None, deadline: float, proposal: Entry | None = None) -> None:
         """Run cycles until `handle` is done or the deadline has passed; without a handle, until there is no work.
 
-        `proposal`: The entry of `handle`, if TensorQueue.put has returned True for it. This thread first votes for it.
+        `proposal`: The entry of `handle`, for which this thread first votes; None if TensorQueue.put returned False.
         """
         controller, life = self.controller, self._life
         try:

@@ -42,7 +42,7 @@ def neutral_arrays(request: Request) -> list[np.ndarray]:
             dtypes.append(np.dtype(tensor.dtype))
         except TypeError:
             raise EngineError(f"{request.name}: this rank waits in join(), and numpy on this rank does not know the "
-                              "dtype of the other ranks. Import ml_dtypes on all ranks. Received: "
+                              "dtype of the other ranks' tensors. Import ml_dtypes on all ranks. Received: "
                               f"{tensor.dtype}") from None
     if request.kind is CollectiveType.ALLGATHER:
         return [np.empty((0, *tensor.shape[1:]), dtype) for tensor, dtype in zip(request.tensors, dtypes, strict=True)]
@@ -120,7 +120,7 @@ class _Partial:
 
 @dataclass(slots=True)
 class _Job:
-    """A bucket in execution, with the number of its first entry, and the times of its reduction (monotonic_ns)."""
+    """A bucket in execution, with Entry.number of its first entry, and when its reduction began and ended."""
 
     bucket: FusionBucket
     sources: Sequence[np.ndarray]
@@ -131,7 +131,7 @@ class _Job:
 
 
 class Executor:
-    """Executes entries that are the same on all ranks. `data` executes those of CPU arrays, `device` those on a GPU.
+    """Executes entries that are the same on all ranks: CPU arrays with `data`, GPU tensors with `device`.
 
     Args:
         fusion_bytes: The size limit of a fusion buffer; 0: tensors are not fused.
@@ -156,8 +156,8 @@ class Executor:
 
         The handles of GPU tensors may be completed later, by `device`.
 
-        `all_ready`: All ranks have voted for the single entry, and `prepare` has returned True on all ranks. `divisor`:
-        The divisor of averages; None: the number of ranks.
+        `all_ready`: There is one entry, for which all ranks have voted, and `prepare` has returned True on all ranks.
+        `divisor`: The divisor of averages; None: the number of ranks.
 
         Raises EngineError: `all_ready` is true, but this rank no longer has the result of `prepare`.
         """

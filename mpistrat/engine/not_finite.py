@@ -65,7 +65,7 @@ class FiniteWatch:
             self._tell()
 
     def conclude(self, weights: Sequence[np.ndarray]) -> None:
-        """If gradients were not finite, warn if `weights` are not finite either; else forget the gradients. Local."""
+        """After gradients with Inf or NaN, warn if `weights` have some too. If not, forget those gradients. Local."""
         if self._count and not self.is_done:
             if all(map(_is_finite, weights)):
                 self._count = 0
@@ -78,9 +78,9 @@ class FiniteWatch:
         if self._own:
             more = f" and {len(self._own) - MOST_LISTED} more" if len(self._own) > MOST_LISTED else ""
             when = f"{self._count} steps ago" if self._count > 1 else "in the latest step"
-            logger.warning("mpistrat: rank %d is the first with Inf or NaN in its gradients, %s: those of %s%s, of %d "
-                           "tensors. The average has carried them to the weights of all ranks. Look at the rows and at "
-                           "the loss of this rank. MPISTRAT_NAN_WARNING=0 leaves out this check.",
+            logger.warning("mpistrat: rank %d was the first with Inf or NaN in its gradients, %s: in those of %s%s (%d "
+                           "tensors were reduced together). The average has carried them to the weights of all ranks. "
+                           "Look at this rank's rows and loss. MPISTRAT_NAN_WARNING=0 turns this check off.",
                            self._rank, when, ", ".join(self._own[:MOST_LISTED]), more, len(self._labels))
 
     def _indices_of(self, entry: Entry) -> list[tuple[int, int]]:

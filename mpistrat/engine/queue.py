@@ -25,8 +25,8 @@ class TensorQueue:
 
     For each name, the queue counts the failed executions of graphs that submit the name. A request contains this count.
     So if an execution fails on all ranks after only one rank has submitted the name, the leftover entry of that rank
-    does not match entries of a later execution, which have a higher count. The count ends when the ranks execute the
-    name, or when the thread has waited for a collective outside of graphs, because no rank has leftover entries then.
+    does not match entries of a later execution, which have a higher count. A count is forgotten when no rank can have
+    leftover entries: the ranks execute the name, or the graph's thread has waited for a collective outside of graphs.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class TensorQueue:
             self._failed_in.update(dict.fromkeys(names, _here.thread))
 
     def forget_failures(self, of_all_threads: bool = False) -> None:
-        """Forget failures counted in this thread, or in all threads, when no rank has leftover entries of them."""
+        """Forget the failures counted in this thread, or in all threads. No rank may have leftover entries of them."""
         with self._lock:
             for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
                 self._forget(name, self.failures[name])
@@ -139,8 +139,8 @@ class TensorQueue:
     def finish(self, name: str) -> Entry:
         """Remove the entry in flight with this name, and return it. The name is then free again. Driver only.
 
-        Called before the handle is completed. The next entry that waits behind it becomes a new entry. Until `executed`
-        is called, `close` still returns the finished entry, so that a failure in between does not lose it.
+        Called before the entry's handle is completed. The next entry with this name becomes a new entry. Until
+        `executed` is called, `close` still returns the finished entry, so that a failure in between does not lose it.
 
         Raises EngineError: No entry with this name is in flight.
         """

@@ -43,7 +43,7 @@ class CudaEvent(Protocol):
 
 
 class RecordedStream(Protocol):
-    """A CUDA stream, or a substitute for one whose address is unknown: it can only record events. For any thread."""
+    """A recorder of events: a CUDA stream, or a substitute where the address of TensorFlow's stream is unknown."""
 
     @property
     def ptr(self) -> int:
@@ -126,7 +126,7 @@ class Allocated(NamedTuple):
 class BucketList:
     """A list of tensors that is reduced in buckets. Each bucket is one request, and the requests may come in any order.
 
-    All buckets have the same `readers` (see GpuTensors), which are streams. The readers wait for no result until all
+    The streams in which the caller reads results are the same for all buckets. They wait for no result until all
     buckets are enqueued, because a wait would delay the work that computes the tensors of later buckets.
     """
 
@@ -137,8 +137,8 @@ class GpuTensors(Sequence[GpuArray]):
     """The tensors of a request, all on one GPU, as a sequence of GpuArrays.
 
     A step has hundreds of tensors. Therefore their fields are stored as lists, and indexing makes a GpuArray. The
-    library of the tensors (cupy, TensorFlow) allocates the results in the order of the caller's stream. The caller may
-    drop a result at any time, because only later work of that stream reuses its memory.
+    library of the tensors (cupy, TensorFlow) allocates the results. The caller may drop a result at any time, because
+    the library reuses its memory only for later work of the caller's stream.
     """
 
     def __init__(self, device: GpuDevice, addresses: Sequence[int], shapes: Sequence[tuple[int, ...]],
@@ -170,10 +170,10 @@ class GpuTensors(Sequence[GpuArray]):
         return sum(map(mul, map(math.prod, self.shapes), map(_ITEMSIZE, self.dtypes)))
 
     def prepare(self, keeps_shapes: bool) -> None:
-        """Record an event in each of `streams`. The thread that makes the tensors calls this once, before submitting.
+        """Record an event in each stream that computes the tensors. The caller calls this once, before submitting.
 
-        `keeps_shapes`: Whether the results have the shapes of the tensors. If so, the results are allocated before the
-        events are recorded. The events then follow all earlier work that may still use the memory of the results.
+        `keeps_shapes`: Whether the results have the shapes of the tensors. If so, this allocates the results before it
+        records the events, because the events must follow all work that may still use the results' memory.
         """
         with self.device.current():
             if keeps_shapes:
@@ -182,7 +182,7 @@ class GpuTensors(Sequence[GpuArray]):
             self.ready = [self.device.record(stream) for stream in self.streams]
 
     def follow(self, stream: RecordedStream) -> None:
-        """Make `stream` wait for the results. Does nothing for a stream in `readers`, which already waits for them."""
+        """Make `stream` wait for the results. Does nothing if the executor has already made this stream wait."""
         if self.ends and stream.ptr not in [reader.ptr for reader in self.readers or ()]:
             with self.device.current():
                 for end in self.ends:

@@ -55,7 +55,7 @@ def choose(local_rank: int, local_size: int, gpus: int, visible_devices: str | N
     if local_size > gpus:
         return Pin(index, f"{local_size} ranks share {gpus} GPUs{named}; NCCL needs one rank per GPU",
                    is_shared=True)
-    return Pin(index, f"{local_size} ranks use a GPU each, of {gpus}{named}")
+    return Pin(index, f"{local_size} ranks use one GPU each; {gpus} GPUs are visible{named}")
 
 
 def claim(device: GpuDevice, owner: object) -> bool:

@@ -44,7 +44,7 @@ def await_on_host(event: GpuEvent, limit_s: float) -> None:
 
 
 def last_of_streams(events: list[GpuEvent]) -> list[GpuEvent]:
-    """Return the last event of each stream. Work that waits for the last events waits for all `events`."""
+    """Return the last one of `events` in each stream. Whoever waits for these has waited for all `events`."""
     if len(events) < 2:  # The usual case.
         return events
     last: dict[Hashable, GpuEvent] = {}
@@ -100,10 +100,10 @@ class GpuBackend(ABC):
     @abstractmethod
     def alltoall(self, source: GpuArray, target: GpuArray, sent: Sequence[int], received: Sequence[int],
                  largest: int) -> None:
-        """Send the next `sent[r]` elements of `source` to rank r, and receive `received[r]` elements from rank r.
+        """Send `sent[r]` elements to each rank r, and receive `received[r]` elements from it.
 
-        `target` gets the received elements in rank order. The dtype is the same on all ranks. `largest` is the largest
-        number of elements that any rank sends to any rank.
+        `source` and `target` have the elements in the order of the ranks that get or send them. The dtype is the same
+        on all ranks. `largest`: The largest number of elements that any rank sends to any rank.
         """
 
     def finish(self) -> list[GpuEvent]:
@@ -112,7 +112,7 @@ class GpuBackend(ABC):
 
     @abstractmethod
     def last_events(self) -> list[GpuEvent]:
-        """Return events that follow all work that may use tensors. Works also after a method has raised. Local."""
+        """Return events that follow all enqueued work. May also be called after a method has raised. Local."""
 
     def check(self) -> None:  # noqa: B027
         """Raise EngineError if enqueued work has failed. Does not wait."""
@@ -120,7 +120,7 @@ class GpuBackend(ABC):
     def revoke(self) -> bool:
         """End the wait for other ranks in the engine's thread, but free nothing. Any thread may call this.
 
-        Returns False if that is not possible. Then `abandon` ends the wait.
+        Returns False if this cannot end the wait. In that case, call `abandon`.
         """
         return True
 
@@ -153,7 +153,7 @@ class Watchdog:
         limit_s: Seconds that a guarded call may take; 0: no limit, and no thread.
         revoke: Makes the guarded call return or raise. Returns False if it cannot. Must not raise.
         abort: Makes the guarded call return or raise, and frees its memory. Must not raise.
-        text: The message of the EngineError. Names the rank.
+        text: The message of the EngineError that a guarded call raises when it took too long.
     """
 
     def __init__(self, limit_s: float, revoke: Callable[[], bool], abort: Callable[[], None], text: str):

@@ -72,9 +72,9 @@ def why_not_nccl(ranks: Sequence[GpuInfo], wanted: str) -> str:
         raise EngineError(f"MPISTRAT_GPU_OPERATIONS={wanted}: {reason}")
     taken = [rank for rank, found in enumerate(ranks) if not found.is_free]
     if taken and not reason and wanted == "auto":
-        reason = (f"ranks {rank_list(taken)} of this process set use NCCL in another set, and NCCL may deadlock if "
-                  "ranks start the collectives of two sets in different orders. If the script waits for one set before "
-                  "it calls the other, set MPISTRAT_GPU_OPERATIONS=nccl to use NCCL in both sets")
+        reason = (f"ranks {rank_list(taken)} of this process set use NCCL in another process set, and NCCL may "
+                  "deadlock if ranks start the collectives of two sets in different orders. If the script waits for "
+                  "results of one set before it calls the other, set MPISTRAT_GPU_OPERATIONS=nccl to use NCCL in both")
     return reason
 
 
@@ -103,7 +103,7 @@ def _obstacle(ranks: Sequence[GpuInfo]) -> str:
 
 
 def exchange_over(host: DataPlane, size: int) -> Exchange:
-    """Return an Exchange: it gathers a value of each rank, over `host`. Values are sent as JSON, which runs no code."""
+    """Return an Exchange, a function that gathers one value of each rank, as JSON, over the data plane `host`."""
     def exchange(value: object) -> list[Any]:
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = np.empty(size, np.int64)
@@ -286,4 +286,4 @@ class _Attempt:
             try:
                 communicator.abort()
             except Exception:  # The first failure is reported.
-                logger.debug("rank %d: a communicator could not be aborted", self._rank, exc_info=True)
+                logger.debug("rank %d: an NCCL communicator could not be aborted", self._rank, exc_info=True)

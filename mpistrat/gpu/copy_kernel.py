@@ -1,4 +1,4 @@
-"""The batched copy kernel: its launches as tables, and its CUDA source. device.py compiles and launches it.
+"""The CUDA source of the batched copy kernel, and the tables that its launches get. device.py launches the kernel.
 
 A launch packs tensors of a bucket into a fusion buffer, or unpacks them. It can also convert and scale the elements.
 Its argument is a table. Each row is a piece, which is a tensor or a part of one: source, target, number of elements,
@@ -46,7 +46,7 @@ def copy_tables(sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np
                 counts: Sequence[int]) -> list[np.ndarray]:
     """Return one table for each launch. The launches copy `counts[i]` elements from `sources[i]` to `targets[i]`.
 
-    Sources and targets are addresses. A table has at most PIECES_PER_LAUNCH rows of dtype PIECE, none for a count of 0.
+    Sources and targets are addresses. A table has at most PIECES_PER_LAUNCH rows (PIECE). A count of 0 gets no row.
     """
     pieces = np.zeros(len(counts), PIECE)
     pieces["source"], pieces["target"], pieces["count"] = sources, targets, counts
@@ -66,8 +66,8 @@ def block_count(table: np.ndarray) -> int:
 class FusedCopies:
     """The launches that pack arrays of `counts` elements into a fusion buffer, and those that unpack them.
 
-    Both methods return a table and a number of thread blocks for each launch. Launch before the next call of a method,
-    because the next call overwrites the tables. A launch copies its table.
+    Both methods return, for each launch, a table and the number of thread blocks. Launch before you call a method
+    again, because that overwrites the tables. A launched kernel has its own copy of the table.
     """
 
     def __init__(self, counts: Sequence[int], memory_bytes: int, itemsize: int):
@@ -237,11 +237,11 @@ def source(job: CopyJob) -> str:
     """Return the CUDA source of the kernel `batched_copy` for `job`, and of the kernel `guard`.
 
     The arguments of `batched_copy` are the table by value (PIECES_PER_LAUNCH rows), the number of rows in use (int32),
-    the factor (float64), the divisor (int64), and the address of a number in pinned memory, or 0. If there is a number
-    and it is not 0, the kernel fills the targets with NaN. A launch needs `block_count` thread blocks.
+    the factor (float64), the divisor (int64), and the address of a flag (uint32 in pinned memory), or 0 for no flag. If
+    the flag is set, the kernel fills the targets with bytes 0xFF (NaN). A launch needs `block_count` thread blocks.
 
-    `guard`, which is the same for all jobs, fills memory with NaN if such a number is not 0. Its arguments are the
-    address and the bytes of the memory (uint64), and the address of the number. A launch needs one thread block.
+    `guard`, which is the same for all jobs, fills memory in this way if a flag is set. Its arguments are the address
+    and the size in bytes of the memory (uint64), and the address of the flag. A launch needs one thread block.
     """
     into, out_of = TYPES[job.target], TYPES[job.source]
     if job.factor == 1.0 and job.divisor == 1:
@@ -260,5 +260,5 @@ def source(job: CopyJob) -> str:
 
 
 def variant(job: CopyJob) -> CopyJob:
-    """Return a job with the same `source`, and with 1 or 2 as factor and divisor: a key for compiled kernels."""
+    """Return the job that stands for all jobs with the same CUDA source. It is the key of the compiled kernels."""
     return CopyJob(job.source, job.target, 1.0 if job.factor == 1.0 else 2.0, 1 if job.divisor == 1 else 2)

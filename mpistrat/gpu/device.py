@@ -146,7 +146,7 @@ class Device:
             cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
     def write_number(self, address: int, number: int, words: int, stream: GpuStream) -> None:
-        """Enqueue a write of the integer `number`, as `words` words of 32 bits. The host does not wait."""
+        """Enqueue a write of the integer `number`, which has 32 * `words` bits. The host does not wait."""
         driver.write_number(address, number, words, stream.ptr)
 
     def compile(self, job: CopyJob) -> None:
@@ -156,14 +156,14 @@ class Device:
     def batched_copy(self, table: np.ndarray, blocks: int, job: CopyJob, stream: GpuStream, lost: int = 0) -> None:
         """Launch the copy kernel (see copy_kernel.py). `table` has at most PIECES_PER_LAUNCH rows. Allocates no memory.
 
-        `lost`: The kernel fills the targets with NaN under the same condition as `guard`; 0: never.
+        `lost`: The address of a flag, see `guard`. If it is set, the kernel fills the targets with NaN. 0: No flag.
         """
         # Not by cupy, whose launch takes 23 us on an H200's host.
         driver.launch(self._module(variant(job))[NAME].ptr, blocks, COPY_BLOCK_THREADS, stream.ptr, (
             _by_value(table), c_int32(len(table)), c_double(job.factor), c_int64(job.divisor), c_uint64(lost)))
 
     def guard(self, target: int, nbytes: int, lost: int, stream: GpuStream) -> None:
-        """Enqueue a kernel that fills memory with NaN if the uint32 at `lost` (pinned memory) is not 0 when it runs."""
+        """Enqueue a kernel that fills `target` with NaN if the flag at address `lost` (uint32) is set when it runs."""
         driver.launch(self._module(_PLAIN)[GUARD].ptr, 1, COPY_BLOCK_THREADS, stream.ptr, (
             c_uint64(target), c_uint64(nbytes), c_uint64(lost)))
 
@@ -230,8 +230,8 @@ class Device:
 def _imports_of(number: int) -> cupy.cuda.Stream:
     """Return the stream that all Devices of GPU `number` use for imported tensors and for `scratch`.
 
-    cupy's pool reuses memory only on the stream on which it was allocated. Because the stream is the same after each
-    init(), new fusion buffers reuse the memory of old ones, even if the old communicators were aborted.
+    The stream is the same after each init(), so that new fusion buffers reuse the memory of old ones: cupy's pool
+    reuses memory only on the stream on which it was allocated.
     """
     return cupy.cuda.Stream(non_blocking=True)
 
@@ -270,8 +270,8 @@ def compiled(code: str) -> bytes:
         find_nvrtc()
         binary: bytes = compiler.compile_using_nvrtc(code, OPTIONS, cache_in_memory=True)[0]
     except (RuntimeError, OSError, compiler.CompileException) as error:
-        raise EngineError(f"a kernel cannot be compiled: {error}. GPUs of the Blackwell generation need NVRTC 12.8 or "
-                          "later.") from error
+        raise EngineError("a CUDA kernel cannot be compiled (GPUs of the Blackwell generation need NVRTC 12.8 or "
+                          f"later): {error}") from error
     return binary
 
 
@@ -292,8 +292,8 @@ class Communicator:
     Implements arrays.NcclCommunicator. The constructor is collective, and blocks until all ranks call it. One thread
     calls the methods. Meanwhile a second thread may call `revoke` and `abort`: a call that waits in NCCL then returns,
     and later calls raise EngineError. The second thread can run, because cupy's calls release the GIL. Call `revoke`
-    before `abort`, because ncclCommAbort frees the communicator that the waiting call uses. `_is_ended` stops later
-    calls, because cupy keeps the freed communicator until ncclCommAbort has returned.
+    before `abort`, because ncclCommAbort frees the communicator that the waiting call uses. Later calls do not reach
+    cupy, because its object refers to the freed communicator until ncclCommAbort has returned.
     """
 
     def __init__(self, size: int, unique_id: bytes | tuple[int, ...], rank: int):
@@ -340,7 +340,7 @@ class Communicator:
 
 @contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """Return a `with` context that turns NCCL's errors into EngineErrors. `doing`: What is called, for the message."""
+    """Return a `with` context that turns NCCL's errors into EngineErrors. `doing`: Names the call in the message."""
     try:
         yield
     except (nccl.NcclError, KeyError) as error:

@@ -29,11 +29,11 @@ def context() -> int:
 
 
 class Selected:
-    """A `with` context in which `own` is the current CUDA context of this thread. `select` makes `own` current.
+    """A `with` context in which the CUDA context of this rank's GPU is current in this thread.
 
     At the end, a thread that had a different CUDA context before gets that context back. A thread that had none keeps
-    `own`, because the runtime API cannot remove a context without creating a new one. `own` is the address of the CUDA
-    context; 0 if it is not known yet.
+    this one, because the runtime API cannot remove a context without creating a new one. `own`: The address of this
+    rank's context; 0 if it is not known yet. `select`: Makes this rank's context current.
     """
 
     __slots__ = ("_before", "_own", "_select")
@@ -86,7 +86,7 @@ def is_done(event: int) -> bool:
 
 
 def write_number(address: int, number: int, words: int, stream: int) -> None:
-    """Enqueue a write of the integer `number` to GPU memory, as `words` words of 32 bits. Uses no host memory."""
+    """Enqueue a write of the integer `number`, which has 32 * `words` bits, to GPU memory. Uses no host memory."""
     for word in range(words):
         _call("cuMemsetD32Async", ctypes.c_uint64(address + 4 * word), ctypes.c_uint(number >> 32 * word & 0xFFFFFFFF),
               ctypes.c_size_t(1), ctypes.c_void_p(stream))
@@ -100,7 +100,7 @@ def record_in_context(context: int, event: int) -> None:
 def _call(name: str, *arguments: Any) -> None:
     function = getattr(_library(ctypes.CDLL), name, None)
     if function is None:
-        raise EngineError(f"CUDA's driver has no {name}")
+        raise EngineError(f"CUDA's driver has no function {name}")
     _check(name, function(*arguments))
 
 

@@ -46,7 +46,7 @@ Run = Callable[["Work"], None]  # Enqueues the work of an entry.
 
 @dataclass(slots=True)
 class Work:
-    """An entry, its tensors, memory for its results, and the function that enqueues it (None: the entry is fused)."""
+    """A submitted request (entry), its tensors, memory for its results, and what enqueues it (None: it is fused)."""
 
     entry: Entry
     tensors: GpuTensors
@@ -75,7 +75,7 @@ class Batch:
             complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
     def release(self) -> None:
-        """Drop tensors and results that the GPU may still use, of entries whose memory is reused only after `ends`."""
+        """Drop tensors and results whose memory can only be reused after the GPU has reached `ends`. Keep others."""
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
@@ -240,7 +240,7 @@ class GpuExecutor(DeviceExecutor):
         return finished
 
     def _release(self, but: int = 0) -> None:
-        """Free the memory of the batches in `kept` that the GPU has finished. Leaves the last `but` batches."""
+        """Drop the first batches whose memory is kept, if the GPU has finished them. Leaves the last `but` batches."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
             self._end(batch)
@@ -290,7 +290,7 @@ class GpuExecutor(DeviceExecutor):
                 for end in ends:
                     await_on_host(end, WATCHDOG_REVOKE_S)
         except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
-            logger.debug("rank %d: the GPU may still write to memory", self._topology.job_rank, exc_info=True)
+            logger.debug("rank %d: the GPU may still write results", self._topology.job_rank, exc_info=True)
 
     def abandon(self) -> None:
         if self._device is None:
@@ -303,7 +303,7 @@ class GpuExecutor(DeviceExecutor):
                 for backend in self._backends:
                     backend.abandon()
         except Exception:  # The first failure is reported. After it, every call to the GPU may fail.
-            logger.debug("rank %d: the GPU's work could not be given up", self._topology.job_rank, exc_info=True)
+            logger.debug("rank %d: GPU collectives could not be aborted", self._topology.job_rank, exc_info=True)
 
     def close(self) -> None:
         if self._device is None or not self._backends:
@@ -329,21 +329,22 @@ class GpuExecutor(DeviceExecutor):
         if nccl is not None:
             self._watchdog = Watchdog(
                 self._settings.limit_s, nccl.revoke, self.abandon, f"NCCL has kept rank {self._topology.job_rank} "
-                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or not have begun")
+                f"waiting for {self._settings.limit_s:g} s; another rank may have died, or may not have called NCCL")
             if not self._settings.uses("shadow") or self._is_proved(device, nccl):
                 self._completes_by_streams = self._streams_wait(device, nccl)
-            logger.info("rank %d: checks of the GPU path: %s", self._topology.job_rank, "; ".join(self.findings[1:]))
+            logger.info("rank %d: GPU checks: %s", self._topology.job_rank, "; ".join(self.findings[1:] or ["none"]))
 
     def _is_proved(self, device: GpuDevice, nccl: NcclData) -> bool:
         """Reduce known numbers by NCCL. If a rank gets wrong results, all ranks stage. Return whether NCCL is used."""
         self._proof = Proof(device, self._staged, self._host, self._exchange, self._topology)
         with self._watchdog or nullcontext():
             wrong = self._proof.refusals(nccl)
-        self.findings.append(f"known numbers through NCCL: {wrong or 'proved'}")
+        self.findings.append(f"check of NCCL with known numbers: {wrong or 'passed'}")
         if not wrong:
             return True
         if self._settings.gpu_operations == "nccl":
-            raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}")
+            raise EngineError(f"MPISTRAT_GPU_OPERATIONS=nccl: NCCL gives wrong numbers: {wrong}. Set "
+                              "MPISTRAT_GPU_OPERATIONS=staged to reduce without NCCL.")
         if self._topology.rank == 0:
             logger.warning("rank 0: GPU tensors are staged through host memory and reduced by %s, since NCCL gives "
                            "wrong numbers: %s", self._host.name, wrong)
@@ -352,7 +353,7 @@ class GpuExecutor(DeviceExecutor):
         return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Return whether streams wait for results in place of the host. Tests this first. Local: ranks may differ."""
+        """Return whether CUDA streams, and not the host, wait for results. First tests that streams wait. Local."""
         # Ranks in two process sets may enqueue the collectives of the two sets in different orders. If streams waited
         # for both, one set could wait for the other on one rank, and the other way round on another rank.
         if not self._settings.uses("stream_order") or not nccl.is_alone:
@@ -361,11 +362,11 @@ class GpuExecutor(DeviceExecutor):
             check_waiting(device, nccl.buffer)
         except Exception as error:
             text = one_line(error)
-            logger.warning("rank %d: the host waits for results of GPU collectives, since streams may not wait: %s",
-                           self._topology.job_rank, text)
-            self.findings.append(f"streams that wait: {text}")
+            logger.warning("rank %d: the host waits for results of GPU collectives, because the check of CUDA streams "
+                           "has not passed: %s", self._topology.job_rank, text)
+            self.findings.append(f"check of CUDA streams not passed: {text}")
             return False
-        self.findings.append("streams that wait: proved")
+        self.findings.append("check of CUDA streams: passed")
         nccl.guard_results()
         return True
 
@@ -397,7 +398,7 @@ class GpuExecutor(DeviceExecutor):
         backend, reduction, wire_dtype = self._backends[0], bucket.reduction, bucket.request.wire_dtype
         wire_dtype = "" if wire_dtype == INT8 else wire_dtype
         if reduction.quantised is not None and len(self._topology.hosts) > 1:
-            reason = "NCCL cannot sum the 8-bit integers with scales that hosts send each other"
+            reason = "NCCL cannot sum the 8-bit integers of Compression.int8"
         else:
             reason = backend.why_not(arrays, reduction.op, wire_dtype)
         if reason:
@@ -418,8 +419,8 @@ class GpuExecutor(DeviceExecutor):
         waited_s = self._clock() - batch.since
         if 0 < self._settings.limit_s < waited_s:
             names = ", ".join(work.entry.request.name for work in batch.works[:5])
-            raise EngineError(f"the GPU of rank {self._topology.job_rank} has not done {names} in {waited_s:.0f} s; "
-                              "another rank may have died, or not have begun")
+            raise EngineError(f"the GPU of rank {self._topology.job_rank} has not finished {names} in {waited_s:.0f} "
+                              "s; another rank may have died, or may not have begun these collectives")
 
     # -- entries that are executed one by one --------------------------------------------------------------------------
 

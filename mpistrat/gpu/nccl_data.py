@@ -415,5 +415,5 @@ class NcclData(GpuBackend):
                                     min(wire.memory_bytes, wire.itemsize))
         nbytes = elements * wire.itemsize
         if nbytes > self.buffer_bytes:
-            return f"{nbytes} bytes of {arrays[0].dtype.name} do not fit into a fusion buffer of {self.buffer_bytes}"
+            return f"{nbytes} bytes of {arrays[0].dtype.name} exceed the {self.buffer_bytes} bytes of a fusion buffer"
         return ""

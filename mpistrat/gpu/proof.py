@@ -1,4 +1,4 @@
-"""Checks in each job that streams wait, that NCCL sums known numbers right, and that its first results equal the CPU's.
+"""Checks in each job: CUDA streams wait, NCCL sums known numbers right, NCCL's first results agree with the CPU's.
 
 Streams, drivers, NCCL and the link between two GPUs may be faulty on untested machines: a stream may not wait, or an
 IOMMU may corrupt reads from the other GPU. Call the functions within `GpuDevice.current()`.
@@ -73,12 +73,11 @@ def prove(race: Callable[[int], Race]) -> None:
     while True:
         found = race(work)
         if found.read != found.right:
-            raise RefutedError(f"memory was read before it was complete: {found.read:g} instead of {found.right:g}")
+            raise RefutedError(f"a stream read memory before it was written: {found.read:g} instead of {found.right:g}")
         if found.runs and found.unordered != found.right:
             return
         if time.monotonic() - began > _LONGEST_S:
-            raise UnprovenError(f"the GPU finished {work} copies or kernels before the work that should wait for them "
-                                "could begin, so it is not known whether that work waits")
+            raise UnprovenError(f"the GPU finished {work} copies or kernels before the check could wait for them")
         work *= 2
 
 
@@ -110,7 +109,7 @@ def check_waiting(device: GpuDevice, buffer: GpuArray) -> None:
     nbytes, theirs = device.checked_bytes, device.stream()
     memory = buffer if buffer.nbytes >= 3 * nbytes else device.scratch(3 * nbytes)
     if memory is None:
-        raise EngineError(f"the check of streams needs {3 * nbytes} bytes of GPU memory, which are not free")
+        raise EngineError(f"the check of CUDA streams needs {3 * nbytes} bytes of GPU memory, and not enough is free")
     given, read = device.pinned(nbytes), device.pinned(nbytes)
     target, between, source = (memory.address + i * nbytes for i in range(3))
 
@@ -207,9 +206,9 @@ class Proof:
     # -- the first buckets --------------------------------------------------------------------------------------------
 
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
-        """Return whether this kind of reduction is trusted. If not, first reduce the bucket on the CPU, for `compare`.
+        """Return whether NCCL is trusted with this `kind` (after two buckets). If not, reduce `bucket` on the CPU, too.
 
-        A kind is trusted after two buckets. `bucket`: For each tensor its name, the tensor, and the result's address.
+        `compare` then checks NCCL against the CPU. `bucket`: Each tensor's name, the tensor, and its result's address.
         """
         if self._done[kind] >= _SHADOWS:
             return True
@@ -261,7 +260,7 @@ class Proof:
 
 
 def _known(places: np.ndarray, rank: int) -> np.ndarray:
-    """Return whole numbers that differ by rank. Their sum over a thousand ranks is exact in half precision."""
+    """Return the whole numbers of `rank`, one for each place. Sums over 1,000 ranks are exact in half precision."""
     return np.asarray((places * 7 + rank * 3) % 5 - 2.0)
 
 

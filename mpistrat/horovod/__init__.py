@@ -2,9 +2,9 @@
 
 `install` makes Horovod's modules importable as `mpistrat.X`, for programs whose imports have been edited.
 `install_horovod` makes them importable as `horovod.X`, for programs that are not edited. The package in
-mpistrat/horovod/path calls it. Each imported module is a new module object with the names of a module of mpistrat. It
-is not the module of mpistrat itself, because the import would rename that module. If mpistrat has no counterpart, the
-import raises ImportError with the reason, because programs use ImportError to find out whether Horovod has a feature.
+mpistrat/horovod/path calls install_horovod. An import of such a module makes a new module object, with the names of a
+module of mpistrat. If mpistrat has no counterpart of the module, the import raises ImportError with the reason, because
+programs use ImportError to find out whether Horovod has a feature.
 """
 
 import importlib
@@ -65,9 +65,9 @@ def install() -> None:
 
 
 def install_horovod(package: str) -> Callable[[str], Any]:
-    """Make the modules `horovod.X` importable, and return the __getattr__ function of `package`.
+    """Make the modules `horovod.X` importable, and return a __getattr__ function for the module named `package`.
 
-    Also renames HOROVOD_ variables in the environment to MPISTRAT_ variables; see take_horovods.
+    Also renames HOROVOD_ variables in the environment to MPISTRAT_ variables.
     """
     take_horovods(os.environ)
     sys.meta_path.append(_BelowHorovod())
@@ -187,9 +187,9 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     ranks goes to the output of this process. Function, arguments and results are pickled, with cloudpickle if it is
     installed. Without cloudpickle the function must be in a module that the ranks can import.
 
-    The pickled data are files in a temporary directory of this host (TMPDIR). With several hosts, either all hosts must
-    share this directory, or this host must have a rank. If a rank on a different host does not share the directory, its
-    traceback is only in the output.
+    The pickled data are files in a temporary directory of this host (TMPDIR). At least one rank must be able to open
+    them: a rank on this host, or on a host that shares the directory. That rank reads the function, and writes the
+    results, for the other ranks, whose tracebacks are then only in the output.
 
     Args:
         func: Called on each rank, after init(). If `func` calls init() again, that call does nothing.

@@ -141,8 +141,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     def _require_averaging(self) -> None:
         """Warn if no operation in the first epoch, or in the callbacks at its end, can have averaged anything."""
         if self._executed is not None and self._executed == _executed():
-            self._warn(self._advice or "no step has communicated. Give compile() an hvd.DistributedOptimizer, or wrap "
-                       "the tape of a train_step in hvd.DistributedGradientTape.")
+            self._warn(self._advice or "no training step has called a collective. Give compile() an "
+                       "hvd.DistributedOptimizer, or wrap the tape of a train_step in hvd.DistributedGradientTape.")
         self._executed = None
 
     def _warn(self, why: str) -> None:
@@ -266,8 +266,8 @@ class LearningRateScheduleCallback(Callback):
                  steps_per_epoch: int | None = None):
         super().__init__()
         if initial_lr is None:
-            raise ValueError("initial_lr is required. Pass the learning rate before the multiplier, usually "
-                             "the single-rank rate times size().")
+            raise ValueError("initial_lr is required: the learning rate that this callback scales, usually the rate "
+                             "for one rank times size().")
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = \
             staircase, momentum_correction, steps_per_epoch
@@ -280,7 +280,8 @@ class LearningRateScheduleCallback(Callback):
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
-                raise ValueError("steps_per_epoch is required, since Keras does not know the length of this dataset.")
+                raise ValueError("steps_per_epoch is required in this callback or in fit, since Keras does not know "
+                                 "the length of this dataset.")
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch = epoch
@@ -355,7 +356,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.end_epoch and epoch == self.end_epoch - 1 and self._verbose and runtime.current().topology.rank == 0:
-            print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done, at "
+            print(f"\nEpoch {epoch + 1}: the learning-rate warm-up is done. The rate is "
                   f"{number(self.model.optimizer.learning_rate):g}.")
 
 
@@ -381,7 +382,7 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self.filepath is None or not str(self.filepath).endswith(self._endings):
-            raise ValueError("BestModelCheckpoint needs a file that ends in " + " or ".join(self._endings) + ". Set it "
+            raise ValueError("BestModelCheckpoint needs a path that ends in " + " or ".join(self._endings) + ". Set it "
                              f'before fit(): checkpoint.filepath = "best{self._endings[0]}". '
                              f"Received: {self.filepath!r}")
         self.filepath = str(self.filepath)

@@ -235,4 +235,4 @@ def follow_ranks(model: keras.Model) -> None:
 def _log_once(reason: str) -> None:
     rank = runtime.current().topology.rank if runtime.is_initialized() else 0
     logger.log(logging.DEBUG if rank else logging.INFO, "rank %d: models with a DistributedOptimizer are trained "
-               "without XLA (jit_compile=False), which cannot compile collectives: %s", rank, reason)
+               "without XLA (jit_compile=False), because XLA cannot compile collectives: %s", rank, reason)

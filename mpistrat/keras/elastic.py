@@ -123,7 +123,7 @@ class Elastic(Callback):
     With a distributed optimizer each rank trains the rows that its script has chosen. Processes that survive keep their
     rows, and the rows of a lost rank are left out. New processes choose their rows again, so the number of batches per
     epoch may change. Then fit continues at the same fraction of the epoch, rounded down to a batch, so the rows of up
-    to one batch (with steps_per_execution=k, of k batches) are trained twice. If the number of batches is unknown (a
+    to one batch, or of k batches with steps_per_execution=k, are trained twice. If the number of batches is unknown (a
     generator), fit assumes that it is inversely proportional to the number of ranks. With `MPIStrategy`, or with
     `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
 
@@ -182,8 +182,8 @@ class Elastic(Callback):
     def _skip(self, batches: int) -> None:
         """Make fit read the next `batches` batches without training. These batches have no logs.
 
-        With steps_per_execution, an execution of several batches is read or trained as a whole. `batches` is rounded
-        down, so that no batch stays untrained. Finished batches in an execution that is trained are trained twice.
+        With steps_per_execution=k, k batches are skipped or trained together. `batches` is rounded down to a multiple
+        of k, so that no batch stays untrained. Up to k - 1 finished batches are then trained twice.
         """
         self._train_function, each = self.model.train_function, self.model.steps_per_execution
         left = batches // each * each
@@ -231,7 +231,7 @@ class FitState(TensorFlowKerasState):
                          done_in=0, steps=None)
 
     def find_place(self, steps: int | None, is_under_strategy: bool) -> None:
-        """Scale `batch`, the number of finished batches, to an epoch of `steps` batches on this rank. Collective."""
+        """Scale the attribute `batch` to the present length of epochs, which is `steps` on this rank. Collective."""
         each: list[int | None] = array_ops.allgather_object(steps, name="elastic.steps")
         known = [count for count in each if count is not None]
         steps = max(known) if len(known) == len(each) else None
@@ -250,7 +250,7 @@ class FitState(TensorFlowKerasState):
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
             averaging: Averaging | None = None) -> Any:
-    """Call `fit` with its first epoch, and again after each loss of ranks, until it ends. Elastic jobs. Collective."""
+    """Call `fit` with the first epoch, and after each loss of ranks with the epoch to continue. Collective."""
     global _fits
     _fits += 1
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():
@@ -258,7 +258,7 @@ def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, in
 
     def train() -> Any:
         if state.done_in:
-            logger.info("fit %d of this script is skipped: the newest commit is one of fit %d", _fits, state.done_in)
+            logger.info("call %d of fit is skipped, since the newest commit was made in call %d", _fits, state.done_in)
             return keras.callbacks.History()
         callback.state = state
         try:

@@ -35,7 +35,7 @@ Scope = ProcessSet | Literal["hosts"] | None
 
 
 def process_set_of(scope: Scope) -> ProcessSet | None:
-    """Return the process set in which this rank averages gradients; None without a scope. Collective for "hosts".
+    """Return the process set in which this rank averages gradients; None if `scope` is None. Collective for "hosts".
 
     The first call with "hosts" registers a set for each host. With one host the result is the set of all ranks. Raises
     InvalidRequestError if `scope` is not a Scope, or is a set that is not registered or does not include this rank.
@@ -61,14 +61,14 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
 class LocalTraining(Training):
     """Training with LocalSGD or DiLoCo: the weights of the ranks differ between two synchronisations of all ranks.
 
-    `optimizers` are those of a user-defined loop, in which a tape may average gradients; empty: those of the model.
-    Raises InvalidRequestError if the model is one of Keras 2 or of a strategy, or if its optimizers average gradients
-    over different ranks than those of the scope.
+    The argument `optimizers` has those of a user-defined loop, in which a tape may average gradients. If it is empty,
+    those of the model are used. Raises InvalidRequestError for a model of Keras 2 or of a strategy, or if the
+    optimizers average gradients over other ranks than the argument `scope` of the LocalSGD or DiLoCo callback.
     """
 
-    causes = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; "
-              "code that loads or assigns weights on some ranks only, without hvd.broadcast_variables(model.weights, "
-              "root_rank=0) after it.")
+    causes = ("weights that were not broadcast before training; a callback that only some ranks have; learning rates "
+              "that differ between ranks; code that loads or assigns weights on some ranks only, without "
+              "hvd.broadcast_variables(model.weights, root_rank=0) after it.")
 
     def __init__(self, model: keras.Model, averaging: "PeriodicAveraging", optimizers: Sequence[Optimizer] = ()):
         super().__init__(model)
@@ -139,34 +139,34 @@ class LocalTraining(Training):
         self._averaging.average_weights()
 
     def _require_scope(self, may_have_tape: bool) -> None:
-        """Raise InvalidRequestError unless gradients are averaged within the scope, by the optimizers or a tape."""
+        """Raise InvalidRequestError if gradients are averaged over other ranks than the callback's argument `scope`."""
         scope, kind = self._averaging.process_set, type(self._averaging).__name__
         if is_under_strategy(self.model):
             raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy "
-                                      "keeps one set of weights for all ranks, and each rank needs its own.")
+                                      f"keeps the weights equal on all ranks, but with {kind} they differ.")
         distributed = [part for optimizer in self._optimizers for part in distributed_in(optimizer)]
         for part in distributed:
             name = type(part).__name__
             if scope is None:
                 raise InvalidRequestError(
-                    f"{kind} has each rank train by itself, but the optimizer is distributed and would average "
-                    f"gradients in every step. Give compile() keras.optimizers.{name}(...) itself. To average "
+                    f"{kind} lets each rank train by itself, but the optimizer is distributed and would average "
+                    f"gradients in every step. Pass the plain keras.optimizers.{name}(...) to compile(). To average "
                     f'gradients within each host, write local = hvd.callbacks.{kind}(..., scope="hosts") and '
                     f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
             if part._mpistrat.reducer.process_set is not scope:
                 raise InvalidRequestError(
-                    f"{kind} has a scope, but the optimizer averages gradients among other ranks. Write "
+                    f"{kind} has a scope, but the optimizer has another process set. Write "
                     f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where "
                     f"local is the {kind}.")
         if scope is not None and not distributed and self._optimizers and not may_have_tape:
             name = type(self._optimizers[0]).__name__
             raise InvalidRequestError(
-                f"{kind} has a scope, but the optimizer averages no gradients in it. Write hvd.DistributedOptimizer("
+                f"{kind} has a scope, but the optimizer is not distributed. Write hvd.DistributedOptimizer("
                 f"keras.optimizers.{name}(...), process_set=local.process_set), where local is the {kind}.")
 
 
 def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """Return a message if the ranks' LocalSGD or DiLoCo callbacks differ; "" otherwise. `of_ranks` has their str()."""
+    """Return a message if the ranks' LocalSGD or DiLoCo callbacks differ, else "". `of_ranks`: their text, by rank."""
     if len(set(of_ranks)) == 1:
         return ""
     found = describe_by_rank([each or "none" for each in of_ranks])
@@ -180,7 +180,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     """The base of LocalSGD and DiLoCo, with the arguments of LocalSGD: it decides when the ranks synchronise.
 
     Attributes:
-        process_set: The ranks of the scope, for the DistributedOptimizer; None without a scope.
+        process_set: The process set for the DistributedOptimizer, from the argument `scope`; None if `scope` is None.
         steps: The number of steps of this rank so far.
         steps_apart: The number of steps since all ranks had the same weights.
     """
@@ -198,7 +198,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
             raise InvalidRequestError('uneven="join" does not work with scope=: the ranks of a scope average gradients '
-                                      "in every step, so they need as many batches. Leave out scope=, or uneven=.")
+                                      "in every step, so they need equal numbers of batches. Leave out one argument.")
         self.every, self.warmup, self.average_slots, self.joins = every, warmup, average_slots, uneven == "join"
         self.process_set = process_set_of(scope)
         self.steps = self.steps_apart = 0
@@ -223,7 +223,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- for loops -----------------------------------------------------------------------------------------------------
 
     def begin(self, model: keras.Model, optimizer: Optimizer | None = None) -> None:
-        """Begin a user-defined loop. First broadcast the weights with hvd.broadcast_variables. Collective.
+        """Begin a user-defined loop, after hvd.broadcast_variables has made the weights equal. Collective.
 
         Args:
             model: A model whose weights have been created.
@@ -281,13 +281,16 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- in fit --------------------------------------------------------------------------------------------------------
 
     def training(self, model: keras.Model) -> LocalTraining:
-        """Return a new training of `model`, and use it from now on. Local. Raises InvalidRequestError like fit."""
+        """Return an object that holds the training of `model`, and average its weights from now on. Local.
+
+        Raises InvalidRequestError: The model is of Keras 2 or of a strategy, or its optimizers use other process sets.
+        """
         training = LocalTraining(model, self)
         self.enter(training)
         return training
 
     def enter(self, training: LocalTraining) -> None:
-        """Use this training, which contains a model, from now on. Local."""
+        """Average the weights of the model of `training` from now on. Local."""
         self._training = training
         self._forget()
 
@@ -315,7 +318,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- for subclasses ------------------------------------------------------------------------------------------------
 
     def _average(self, training: LocalTraining) -> None:
-        """Give all ranks the same weights, by an average or an outer step. Before, weights differ. Collective."""
+        """Give all ranks the same weights, by an average or an outer step of DiLoCo. Collective."""
         raise NotImplementedError
 
     def _remember(self) -> None:
@@ -374,7 +377,7 @@ class LocalSGD(PeriodicAveraging):
     Args:
         every: The number of steps between two averages. A step is a batch. With steps_per_execution the number is
             rounded up to whole executions.
-        warmup: The number of steps at the beginning of training after each of which the weights are averaged (with
+        warmup: For how many steps at the beginning of training the weights are averaged after each step (with
             steps_per_execution: after each execution). For SGD that is the same as averaging gradients.
         scope: The ranks that average gradients in every step: "hosts" (the ranks of each host), or a process set that
             includes this rank. Weights are still averaged over all ranks. Pass the `process_set` of this object to the
@@ -409,7 +412,7 @@ class DiLoCo(PeriodicAveraging):
     DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the progress of a rank is the difference between its
     weights at the last outer step and its weights now. The outer gradient is the mean progress of the ranks. The outer
     optimizer applies this gradient to the weights at the last outer step, and all ranks continue from the result. The
-    inner optimizer is that of `compile`. Without a scope it must not be distributed. The paper uses AdamW.
+    inner optimizer is that of `compile`; the paper uses AdamW. It may be a DistributedOptimizer only with a `scope`.
 
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])

@@ -7,8 +7,8 @@ requests match by name.
 
 A request seen before travels as one number, and an announcement for a whole subtree has no list of ranks. Therefore the
 work of a rank per step depends on its sixteen children, not on the number of ranks. A number stands for exactly one
-request (name, dtypes, shapes, operation, scale, device). A different request of that name travels in full, and rank 0
-compares it. Used by the engine's thread.
+request (name, dtypes, shapes, operation, scale, device). A request that differs in any of these has another number or
+none, so rank 0 sees the difference. Used by the engine's thread.
 """
 
 from ..core.errors import MessageError
@@ -71,14 +71,14 @@ class Root:
                         last_joined=(joined.ranks[-1],) if have_all_joined else (), asks=asks)
 
     def _completed_by_joins(self) -> list[Pending]:
-        """Remove and return the requests that are missing only from ranks in join(). Such requests are complete."""
+        """Remove and return the requests that all ranks have submitted, except ranks in join(). These are complete."""
         pending = self._subtree.pending
         joined = set(self._subtree.joined.ranks)
         names = [name for name, each in pending.items() if joined.issuperset(each.missing())] if joined else []
         return [pending.pop(name) for name in names]
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
-        """Return (request to execute, "") or (None, error). `missing`: Ranks in join() that did not submit it."""
+        """Return (request to execute, "") or (None, error text). `missing`: Ranks in join() without a request."""
         requests: list[Request | None] = [*pending.by_request()] if missing else [pending.agreed()]
         request = requests[0] if len(requests) == 1 else None
         if request is None:
@@ -142,7 +142,7 @@ class Coordinator:
         self._subtree.ended.note(((self.rank, completed),))
 
     def fail(self, text: str, is_stall: bool = False) -> None:
-        """Note that an engine has failed. All engines then end, with the error `text` (a StallError if `is_stall`)."""
+        """Note that an engine of the subtree failed: all engines end with error `text` (StallError if `is_stall`)."""
         ended = self._subtree.ended
         if ended.failure is None:  # Only the first failure is kept.
             ended.failure, ended.is_stall = text, is_stall
@@ -156,7 +156,7 @@ class Coordinator:
         self._subtree.places[self.rank] = text
 
     def receive(self, source: int, data: bytes, now: float) -> bool:
-        """Handle an announcement of the child `source`. Returns whether it has anything besides answers (`places`).
+        """Handle an announcement of the child `source`. Returns false if it has only answers to rank 0's questions.
 
         Raises MessageError: `data` is no valid announcement, or `source` is no child of this rank.
         """
@@ -249,7 +249,7 @@ class Coordinator:
     def _incomplete_to_pass_on(self, now: float) -> list[tuple[Request, tuple[int, ...] | None]]:
         """Return the incomplete requests to announce now, each with the ranks that have submitted it.
 
-        Old requests are announced for the reports of rank 0, and all requests once a rank has ended or joined.
+        Rank 0 needs the old ones for its reports. Once a rank has ended or joined, rank 0 needs all of them.
         """
         is_urgent = self._subtree.ended.are_any or self._subtree.joined.ranks
         after_s = 0.0 if is_urgent else self.stalls.pass_on_s
@@ -262,5 +262,5 @@ class Coordinator:
 
 
 def _by_ranks(pending: Pending) -> list[tuple[Request, tuple[int, ...] | None]]:
-    """Return the different requests, each with the ranks that have submitted it, in the form of Announcement."""
+    """Return the different requests, each with the ranks that have submitted it, as in Announcement.requests."""
     return [(request, tuple(sorted(ranks))) for request, ranks in pending.by_request().items()]

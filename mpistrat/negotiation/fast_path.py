@@ -1,11 +1,11 @@
 """Agreement on an operation by a vote of all ranks, without a message to rank 0.
 
-The coordinator needs a message to rank 0 and a message back. A vote takes less time. Votes are for ranks that wait for
-one operation after the other:
+The coordinator needs a message to rank 0 and a message back. A vote takes less time, and is for ranks that wait for one
+operation after the other. A vote is a series of rounds:
 
-1. Rank 0 opens a vote by a decision with a single operation, if a caller on rank 0 waits for this operation.
-2. From then on, the ranks vote in rounds, and execute only what all have voted for. A rank votes for the fingerprint of
-   an operation if its caller waits for the operation and nothing else is outstanding. Else the rank votes against.
+1. Rank 0 opens the vote by a decision with a single operation, if a caller on rank 0 waits for this operation.
+2. In each round, a rank votes for the fingerprint of an operation if its caller waits for this operation and nothing
+   else is outstanding. Otherwise the rank votes against.
 3. If all ranks have voted for the same fingerprint, all of them execute that operation, and the next round begins.
    If not, the vote has ended, and the coordinator gets all operations, including those that ranks have voted for.
 
@@ -34,9 +34,9 @@ _MOST_LOOKED_AT = 2  # The number of ranks that `look` is called for. Each call 
 
 
 class FastPath:
-    """The votes of one rank. `agreement` exchanges them with the other ranks; None: no vote is ever opened.
+    """One rank's part in votes. `agreement` carries out the rounds with the other ranks; None: no vote is ever opened.
 
-    An incomplete round is reported after `warning_s` seconds, and is an error after `abort_s` seconds; None: never.
+    An incomplete round is reported after `warning_s`, and is an error after `abort_s` (both in seconds, None: never).
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,
@@ -68,7 +68,7 @@ class FastPath:
         return self._entry is not None
 
     def vote(self, entry: Entry | None, is_ready: bool, now: float) -> None:
-        """Vote for `entry`, or against (None), once in each round. `is_ready`: This rank has packed its data."""
+        """Vote for `entry`, or against (None), once in each round. `is_ready`: The rank has packed the entry's data."""
         assert self._agreement is not None
         self._entry, self.has_voted = entry, True
         self._since, self._was_late, self._next_report = now, False, now + (self._warning_s or 0.0)
@@ -80,9 +80,9 @@ class FastPath:
             self.vote(None, False, now)
 
     def settle(self) -> tuple[Entry | None, Outcome | None]:
-        """End the round if all ranks have voted: return (the entry that this rank voted for or None, the outcome).
+        """End the round if all ranks have voted. Returns (entry that this rank voted for or None, outcome).
 
-        Returns (None, None) if votes are missing. To be called only while a vote is open.
+        Returns (None, None) if a rank has not voted yet. To be called only while a vote is open.
         """
         assert self._agreement is not None
         outcome = self._agreement.outcome()
@@ -114,7 +114,7 @@ class FastPath:
         return VOTE_REPORT_POLL_S if self._was_late else VOTE_TIMEOUT_S
 
     def check(self, now: float) -> None:
-        """Warn of ranks whose votes are overdue. Their engines do not run, or the network does not work.
+        """Warn of ranks that have not voted in time. Their engines do not run, or the network does not work.
 
         Raises StallError: The round is still incomplete after `abort_s`.
         """

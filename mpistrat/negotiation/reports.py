@@ -1,4 +1,4 @@
-"""Texts for users on requests: what ranks disagree about, and which requests are incomplete for too long.
+"""Texts for users: what the ranks disagree about in a request, and which requests are incomplete for too long.
 
 The texts give ranks by their numbers in the job. Pure: time is an argument. For the coordinator and the controller.
 """
@@ -49,7 +49,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
         ("root rank", lambda r: topology.job_ranks[r.root_rank]),
         ("device", lambda r: r.device),
         ("compression", lambda r: r.wire_dtype or "none"),
-        ("which tensors of the list there are", lambda r: rank_list(_members(r))),
+        ("which tensors of the list they submit", lambda r: rank_list(_members(r))),
         ("how the list is packed (the packing depends on whether the call is eager or in a tf.function, on shapes that "
          "are known or unknown when the tf.function is traced, and on whether the tensors are on a GPU or on the CPU)",
          lambda r: r.layout or "one by one")]
@@ -67,7 +67,7 @@ def describe_mismatch(by_request: dict[Request, set[int]], topology: Topology) -
 
 
 def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> str:
-    """Return a sentence that lists, by label, the tensors that only some ranks submit; "" if there are none."""
+    """Return a sentence with the labels of the tensors that only some ranks submit; "" if there are none."""
     ranks_with: dict[str, set[int]] = {}
     for request, ranks in by_request.items():
         for label in request.labels:
@@ -81,16 +81,16 @@ def _only_on_some(by_request: dict[Request, set[int]], topology: Topology) -> st
     listed = ", ".join(f"{label} (ranks {topology.listed(sorted(ranks_with[label]))})"
                        for label in partly[:MOST_LISTED])
     more = f" and {len(partly) - MOST_LISTED} more" if len(partly) > MOST_LISTED else ""
-    return f" Only some ranks have {listed}{more}: a gradient that is None is left out."
+    return f" Only some ranks have a gradient for {listed}{more}: a gradient that is None is left out."
 
 
 def _members(request: Request) -> tuple[int, ...]:
-    """Return, in ascending order, the indices that the tensors of `request` have in the caller's list."""
+    """Return, in ascending order, the indices of the tensors of `request` in the list that the caller submitted."""
     return tuple(sorted(chain.from_iterable(request.layout))) or tuple(range(len(request.tensors)))
 
 
 def _indices(request: Request) -> Sequence[int]:
-    """Return, for each of `request.tensors`, the index of the tensor in the caller's list."""
+    """Return, for each of `request.tensors`, its index in the list of tensors that the caller submitted."""
     return tuple(chain.from_iterable(request.layout))[:len(request.tensors)] or range(len(request.tensors))
 
 
@@ -107,7 +107,7 @@ def describe_mismatch_in_graph(mismatch: str) -> str:
     """Return the error text with which a mismatch in a graph ends the engines.
 
     The engines must end, because TensorFlow aborts the rest of the graph, on each rank at a different point. Requests
-    submitted before cannot be withdrawn, and would be reduced with other ranks' requests of the next step.
+    submitted until then cannot be withdrawn, and would be reduced with other ranks' requests of the next step.
     """
     return (f"{mismatch} That was inside a tf.function, where the other collectives of the step cannot be taken back, "
             "so the engine has ended. To go on in the same process, call shutdown() and init() on every rank.")
@@ -115,7 +115,7 @@ def describe_mismatch_in_graph(mismatch: str) -> str:
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
                    completed: Mapping[int, int]) -> str:
-    """Return the text on ranks that wait for the `lost` ranks, which shut down after `completed[rank]` operations."""
+    """Return the error text for a wait for the `lost` ranks. Rank r shut down after `completed[r]` operations."""
     after = ", ".join(map(str, sorted({completed[rank] for rank in lost})))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
@@ -174,7 +174,7 @@ class StallWatch:
                 if now - pending.since > limit_s}
 
     def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
-        """Return the ranks that rank 0 should ask now where they are in their programs, for a report that is due soon.
+        """Return the ranks whose places in their programs rank 0 should ask for now, because a report is due soon.
 
         `quiet_s`: See `deadlock`.
         """
@@ -215,7 +215,7 @@ class StallWatch:
             return None
         # Includes requests that began later: the ranks missing from the first one often wait for a later one.
         stalled = self.stalled(now, min(self.abort_s, math.inf if self.warning_s is None else self.warning_s))
-        return f"{self._describe(stalled, now)} Ended after {self.abort_s:g} s ({self.abort_setting})."
+        return f"{self._describe(stalled, now)} The engines have ended after {self.abort_s:g} s ({self.abort_setting})."
 
     def deadlock(self, quiet_s: float) -> str | None:
         """Return the error text if all ranks have been in a deadlock for `deadlock_s`, else None. Only for rank 0.
@@ -252,7 +252,7 @@ class StallWatch:
     def _describe_waits(self, stalled: Mapping[str, Sequence[int]], now: float | None = None) -> str:
         """Return a sentence for each of `stalled`: the ranks that wait, the missing ranks, and what these wait for.
 
-        `stalled`: Names of incomplete requests, each with its missing ranks. `now`: Adds how long ranks have waited.
+        `stalled`: The missing ranks of each request. If `now` is given, the text says how long the others have waited.
         """
         topology, all_pending = self._topology, self._subtree.incomplete()
         parts = []
@@ -264,20 +264,20 @@ class StallWatch:
             wait = "wait" if now is None else f"have waited {now - pending.since:.0f} s"
             parts.append(f"{name}: ranks {topology.listed(pending.present())} {wait} for "
                          f"{describe_ranks(topology, missing)}, which {meanwhile}.")
-        more = f" And {len(stalled) - MOST_LISTED} more tensors." if len(stalled) > MOST_LISTED else ""
+        more = f" And {len(stalled) - MOST_LISTED} more tensors are incomplete." if len(stalled) > MOST_LISTED else ""
         return " ".join(parts) + more
 
     def _network_hint(self, stalled: Mapping[str, Sequence[int]]) -> str:
-        """Return a sentence on the network if no rank of a host answers, perhaps because of the network; else ""."""
+        """Return a sentence on the network if no rank of some host has called the collective, or answers; else ""."""
         topology = self._topology
         for name in stalled:
             silent = topology.hosts_without([topology.rank, *self._subtree.incomplete()[name].present()])
             if silent:
-                return f" Or {network_cause(topology, silent)}: no rank there has called {name}."
+                return f" Or {network_cause(topology, silent)}: no rank on the other side has called {name}."
         # A link may be cut when some ranks of a host have called the collective, and others have not.
         silent = topology.hosts_without([topology.rank, *self._subtree.places])
         silent = [host for host in topology.hosts_of(self._asked) if host in silent]
-        return f" Or {network_cause(topology, silent)}: no rank there answers." if silent else ""
+        return f" Or {network_cause(topology, silent)}: no rank on the other side answers." if silent else ""
 
     def _describe_places(self) -> str:
         """Return a paragraph for each rank that was asked where it is. Each paragraph begins on a new line."""
@@ -289,7 +289,7 @@ class StallWatch:
                 lines.append(f"\n{who} is here, {self._subtree.places[rank]}")
             else:
                 lines.append(f"\n{who} has not answered where it is: its engine waits in a collective, or the process "
-                             "is stopped or very busy, or a thread of it keeps Python's interpreter lock."
+                             "is stopped or very busy, or one of its threads keeps Python's interpreter lock."
                              f"{self.look(job_rank)}")
         return "".join(lines)
 

@@ -65,7 +65,7 @@ class Node:
 
     @cached_property
     def ranks_under(self) -> dict[int, int]:
-        """The number of ranks in the subtree of each child, with the child itself; for this rank, 1."""
+        """The size of each child's subtree, which includes the child; and for this rank itself, 1."""
         return {child: len(list(subtree(child, self.size))) for child in self.children} | {self.rank: 1}
 
 
@@ -178,7 +178,7 @@ def problem_without(absent: Sequence[int], request: Request, topology: Topology)
     elif request.kind is CollectiveType.BROADCAST and request.root_rank in absent:
         reason = "its root is one of them"
     elif request.scaled.prescale != 1.0 and request.scaled.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-        reason = f"{request.scaled.op.name.capitalize()} with a prescale factor has no neutral element"
+        reason = f"no value of theirs leaves {request.scaled.op.name.capitalize()} with a prescale factor unchanged"
     else:
         return ""
     return (f"{request.name}: {request.kind.value} is not supported with join() at this time: {ranks} have joined, and "
@@ -210,9 +210,9 @@ class EndedRanks:
 class RequestNumbers:
     """Numbers that stand for requests seen before. A repeated request travels as its number, in eight bytes.
 
-    Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever. Equal
-    requests have different numbers if only one of them is from a TensorFlow graph. So the number tells all ranks
-    whether the request is from a graph, where a mismatch ends the engines.
+    Rank 0 gives the numbers, and its decisions carry them to all ranks. A number stands for one request for ever. Two
+    requests that differ only in whether they are from a TensorFlow graph have different numbers. So the number tells
+    all ranks whether the request is from a graph, where a mismatch ends the engines.
 
     `capacity`: The most requests that get a number.
     """
@@ -235,7 +235,7 @@ class RequestNumbers:
     def give(self, request: Request) -> int | None:
         """Give `request` a number, on rank 0, and return it. Returns None at the first use, and when the table is full.
 
-        The first use gets no number, because names that are used once (as with a step counter) would fill the table.
+        The first use gets no number, because names that are used once (those with a step counter) would fill the table.
         """
         key = request, request.in_graph
         if key not in self._seen_once:

@@ -1,9 +1,9 @@
 """End the whole job from one rank: print the reason, then call MPI_Abort with a time limit.
 
 init() calls `prepare`. After that an uncaught exception of the main thread ends the job, even if the script replaces
-sys.excepthook. Otherwise the other ranks would wait for the failed rank until the stall limit. A rank that cannot shut
-down in order, because other ranks do not answer, calls `end_job_at_exit`, because MPI_Finalize would wait for those
-ranks without a limit. All functions are local.
+sys.excepthook. If the job went on, the other ranks would wait for the failed rank until the stall limit. shutdown()
+calls `end_job_at_exit` if other ranks do not answer, because MPI_Finalize would wait for those ranks without a limit.
+All functions are local.
 """
 
 import atexit
@@ -133,8 +133,8 @@ class _Sys(ModuleType):
 
     Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
     most of them do not call the previous hook. Without this class such a rank would end as if its script had succeeded,
-    and the job would end with an error about ranks that wait for it. Python reads the hook from the dictionary of the
-    module (PySys_GetObject), and an assignment by the script changes only the attribute.
+    and the job would end with an error about ranks that wait for it. The script's assignment to sys.excepthook calls a
+    setter of this class. Python reads `_ours` from the dictionary of the module (PySys_GetObject).
     """
 
     _ours: Hook
@@ -143,7 +143,7 @@ class _Sys(ModuleType):
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
              trace: TracebackType | None) -> None:
-        """Call the script's hook with an error. Call `shown` if the script has no hook, or its hook calls `_ours`."""
+        """Call the script's hook with an error. If there is none, or it calls `_ours` again, call `shown` instead."""
         theirs, cls._theirs = cls._theirs, None
         try:
             if (chosen := theirs or shown) is not None:
@@ -245,10 +245,10 @@ _is_interrupted = False
 
 
 def hand_on(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], None]) -> None:
-    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM or SIGINT, and report this to `mpistrat run`.
+    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM, or after SIGCONT (for Ctrl-C) into SIGINT.
 
-    Local; init() calls it when the ranks are connected. Does nothing without `mpistrat run`, in a thread other than the
-    main thread, and if the script handles SIGURG.
+    Then tell `mpistrat run` that this rank has the handler. Local; init() calls it when the ranks are connected. Does
+    nothing without `mpistrat run`, in a thread other than the main thread, and if the script handles SIGURG.
     `interrupt`: Makes this process receive SIGINT soon. A signal handler calls it, so it must return at once.
     """
     if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \

@@ -219,7 +219,7 @@ def _received(stream: "Stream[bytes, bytes]") -> bytes:
     try:
         return stream.recv_bytes(4 * _NONCE_BYTES)
     except EOFError:
-        raise OSError("the other end has closed the connection, perhaps since its secret differs") from None
+        raise OSError("the other end has closed the connection, perhaps because its secret differs") from None
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """The CPUs of a host, and the division of its cores among the ranks: shares are equal and disjoint.
 
-The module imports only the standard library, because the start-up code of a rank executes this file by itself, before
-the script can import numpy: libraries size their thread pools by the CPUs that are allowed when they are loaded. A CPU
-is a hardware thread, as in Linux' affinity masks.
+The module imports only the standard library, because the start-up code of a rank executes this file without the
+package, before the script imports numpy: numpy sizes its thread pool by the CPUs that the process may use at that
+time. A CPU is a hardware thread, as in Linux' affinity masks.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def gpu_cpus(nvidia: Path = NVIDIA, pci: Path = PCI) -> list[frozenset[int]]:
-    """Return the CPUs near each NVIDIA GPU, in PCI bus order of the GPUs; [] if Linux does not list GPUs and CPUs."""
+    """Return the CPUs near each NVIDIA GPU, in PCI bus order of the GPUs; [] if Linux does not list them."""
     try:
         return [parse_list((pci / gpu.name / "local_cpulist").read_text()) for gpu in sorted(nvidia.iterdir())]
     except (OSError, ValueError):

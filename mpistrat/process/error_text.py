@@ -172,7 +172,7 @@ def _causes(error: BaseException) -> list[str]:
 _MOST_THREADS = 3
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _STACK_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')  # as faulthandler writes it
-_COLLECTING = "Python's garbage collector runs in one of its threads, and waits for the destructor of an object."
+_COLLECTING = "Python's garbage collector runs in a thread of this rank, and waits for the destructor of an object."
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")  # of faulthandler
 _PY_SPY_LIMIT_S = 3.0  # py-spy takes 0.03 s, unless the process is stopped.
 
@@ -239,11 +239,11 @@ def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
 def look(processes: Mapping[int, Process], rank: int) -> str:
     """Return which code a rank executes, or how to find out, as text that begins with a line break. Takes up to 3 s."""
     if rank not in processes:  # It is on another host.
-        return f'\n"py-spy dump --pid PID" on its host shows where rank {rank} is.'
+        return f'\nTo see where rank {rank} is, run "py-spy dump --pid PID" on its host.'
     pid = processes[rank].pid
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
-        return f'\n"py-spy dump --pid {pid}" shows where rank {rank} is, if you install it ({pip("py-spy")}).'
+        return f'\nTo see where rank {rank} is: {pip("py-spy")}, and then run "py-spy dump --pid {pid}".'
     try:
         done = subprocess.run([program, "dump", "--json", "--pid", str(pid)], stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=_PY_SPY_LIMIT_S, check=False)

@@ -4,8 +4,8 @@ A new launcher needs an entry in this table and a row of tests/unit/test_launche
 features whose fields an entry leaves out. It starts jobs only with launchers whose entry has a `version`. A rank knows
 its launcher by environment variables.
 
-The module imports only the standard library, because the start-up code of a rank (cli/startup) executes this file by
-itself, before the script imports anything. Patterns are strings, not compiled, because few processes need them.
+The module imports only the standard library, because the start-up code of a rank (cli/startup) executes this file
+without the package, before the script imports anything. Patterns are strings: few processes need them compiled.
 """
 
 import signal
@@ -187,7 +187,7 @@ def local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def rank_in_shell() -> str:
-    """Return a POSIX shell expression for the rank of the shell, under each launcher that `mpistrat run` uses."""
+    """Return an expression that gives a POSIX shell its rank, under each launcher that `mpistrat run` uses."""
     expression = f"${PMIX.rank}"
     for each in reversed(STARTED):
         expression = f"${{{each.rank}-{expression}}}"

@@ -80,7 +80,7 @@ class Neighbours:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; `when_ended` is not called afterwards. May be called twice, but not in `when_ended`."""
+        """Stop watching. No call of `when_ended` follows. `stop` may be called twice, but not in `when_ended`."""
         if self._stop >= 0:
             os.close(self._stop)
             self._stop = -1
@@ -172,7 +172,7 @@ class Invitation:
 
 
 class Peers:
-    """The connections of this rank: on one rank, the centre, to all other ranks; on any other rank, to the centre.
+    """The connections of this rank. One rank, the centre, is connected to all others, which have no other connection.
 
     `probes`: Seconds between two keep-alive probes (at least 1), and seconds without an answer after which a host is
     lost; None: the defaults of Connection.
@@ -243,7 +243,7 @@ class Peers:
                 connection.send(died=sorted(self.died))
 
     def stop(self) -> None:
-        """Close all connections; `when_ended` is not called afterwards. May be called twice, and in `when_ended`."""
+        """Close all connections. No call of `when_ended` follows. `stop` may be called twice, and in `when_ended`."""
         with self._changed:
             self._stopped.set()
             self._wake.close()  # The thread sees the end of this socket.

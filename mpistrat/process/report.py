@@ -134,7 +134,7 @@ def mode(environ: MutableMapping[str, str]) -> str:
 def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
     """Set `_descriptor` to the stderr that mpirun reads. Return False if a wrapper redirects it (`exec >log 2>&1`).
 
-    `number`: The descriptor's number in the process that mpirun has started; "": the number of stderr.
+    `number`: The number of this descriptor in the process that mpirun has started; "": 2 (stderr).
     """
     global _descriptor
     first, launcher = launcher_watch.start_of_rank(environ)
@@ -186,7 +186,7 @@ def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
 
 
 def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Send the records of this rank's last operations to `mpistrat run`, if there is one, as lines of trace/last.py."""
+    """Send the records of this rank's last operations, as trace/last.py writes them, to `mpistrat run`, if any."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
 

@@ -44,7 +44,7 @@ class StepTimer:
 
     def end_step(self, steps: int, rows: int | None, is_global: bool,
                  waits_between: Callable[[float, float], Waits]) -> None:
-        """Count `steps` more steps. `rows`: All rows that this rank has trained on, or None. Any thread may call it.
+        """Count `steps` more steps. Any thread may call this. `rows`: The rows of this rank so far; None: not counted.
 
         `is_global`: See StepTimes. `waits_between`: Returns this rank's waits between two times of time.perf_counter.
         """

@@ -29,7 +29,7 @@ def _adapt_keras(is_needed: bool) -> Callable[[], None]:
     """
     if is_needed and is_keras2_in_use():
         raise MissingDependencyError('variables="sharded" and "central" need Keras 3, but tf.keras is Keras 2 '
-                                     '(TF_USE_LEGACY_KERAS). Write variables="mirrored", or use Keras 3.')
+                                     '(TF_USE_LEGACY_KERAS). Write variables="mirrored", or unset TF_USE_LEGACY_KERAS.')
     try:
         apply: Callable[[], None] = import_module("mpistrat.strategy.keras").apply
         if is_keras2_in_use() or "tf_keras" in sys.modules:
@@ -41,7 +41,7 @@ def _adapt_keras(is_needed: bool) -> Callable[[], None]:
             raise
         rank = launched_rank(os.environ)  # The strategy has not called init() yet.
         _logger.log(logging.DEBUG if rank else logging.INFO,
-                    "rank %d: MPIStrategy is for custom training loops here: %s", rank, error)
+                    "rank %d: MPIStrategy works here only in custom training loops, not with fit: %s", rank, error)
         return lambda: None
     return apply
 

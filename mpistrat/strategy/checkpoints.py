@@ -6,7 +6,7 @@ strategy are saved as before.
 For an asynchronous checkpoint (CheckpointOptions), TensorFlow uses two Checkpoint objects. The user's object copies the
 variables, in the thread that saves. An inner object writes the copies, in a thread of its own. So all ranks have the
 values at the time of the call. The writing threads of all ranks synchronise before and after rank 0 writes. The names
-of these collectives begin with a name of the checkpoint, the name space.
+of these collectives begin with a name that each checkpoint gets, its name space.
 """
 
 import copy
@@ -169,7 +169,7 @@ def _save(self: tf.train.CheckpointManager, checkpoint_number: int | tf.Variable
 
 
 def _share_state(manager: tf.train.CheckpointManager) -> None:
-    """Give `manager` the state of the manager on the rank that has written to the same directory. Collective."""
+    """Give `manager` the state of the first rank with the same directory, because that rank has written. Collective."""
     directory = os.path.abspath(manager.directory)
     statuses = files.exchange_status(value=(directory, {name: getattr(manager, name) for name in _STATE_OF_MANAGER}))
     if statuses is not None:

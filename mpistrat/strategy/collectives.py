@@ -45,7 +45,7 @@ def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
     Raises ValueError: A value has no such axis. GatherError, or in a graph
     InvalidArgumentError: On every rank, if the values differ in dtype, number of axes or the size of another axis.
     """
-    tensors = [tf.convert_to_tensor(v) for v in values]
+    tensors, axis = [tf.convert_to_tensor(v) for v in values], tf.get_static_value(axis)
     for shape in (tensor.shape for tensor in tensors):
         if shape.rank is not None and axis not in range(-shape.rank, shape.rank):
             raise ValueError(f"a tensor of shape {shape} has no axis {axis} to gather along. Reshape a scalar to (1,).")

@@ -246,7 +246,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Return a ClusterResolver whose workers are all ranks. Worker 0 is the chief.
 
-    TensorFlow's own strategies also report clusters without a job "chief", so programs that know only workers work too.
+    The cluster has no job "chief", as with TensorFlow's own strategies: some programs know only the job "worker".
     No server listens at the addresses. MPIClusterResolver, in contrast, forms a cluster of servers.
     """
     alone = len(topology.hosts) == 1

@@ -86,8 +86,8 @@ class Pipelines:
             dataset = _with_own_memory(dataset)
             if policy == _Policy.OFF and self._rank == 0:
                 _say_once(f"AutoShardPolicy.OFF: each rank reads its whole dataset, and a batch of B rows becomes "
-                          f"{self._size} steps with B / {self._size} rows on each rank. So batch(...) is the size of "
-                          "the global batch here too.")
+                          f"{self._size} steps with B / {self._size} rows on each rank. So B is the size of the global "
+                          "batch, as with the other policies.")
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and any(map(_has_reader, _parts_of(dataset))):
             by_files, problem = self._by_files(dataset, policy, options)
             if by_files is not None:
@@ -209,7 +209,7 @@ class Pipelines:
         """Return this rank's number of batches, the ranks' largest number, and whether all ranks have the same number.
 
         Collective. The largest number is UNKNOWN_CARDINALITY if any rank's number is unknown or infinite. Rank 0 logs a
-        warning if the ranks have different `sources`.
+        warning if the ranks have different `sources` of data.
         """
         if not tf.executing_eagerly():
             return tf.data.UNKNOWN_CARDINALITY, tf.data.UNKNOWN_CARDINALITY, False
@@ -218,7 +218,7 @@ class Pipelines:
         everybody = array_ops.allgather_object((batches, kind, sources), names.eager("strategy/input"))
         kinds = [other for _, other, _ in everybody]
         if len(set(kinds)) > 1:
-            raise ValueError(f"the ranks' datasets have different elements: {describe_by_rank(kinds)}")
+            raise ValueError(f"the ranks' datasets differ in structure, dtype or shape: {describe_by_rank(kinds)}")
         differs = difference([sources for *_, sources in everybody])
         if differs and self._rank == 0:
             _say_once(f"mpistrat: the ranks have different data: {differs}. {ADVICE}")
@@ -247,7 +247,7 @@ def _parts_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _operations(dataset: tf.data.Dataset) -> Iterator[str]:
-    """Yield the class name of a dataset, and the types of the operations in its functions. Inputs do not count."""
+    """Yield the class name of a dataset, and the operation types in its functions; nothing of its inputs."""
     yield type(dataset).__name__
     for wrapper in dataset._functions():
         graph_def = wrapper.function.graph.as_graph_def()
@@ -297,10 +297,10 @@ def _reads_generator(dataset: tf.data.Dataset) -> bool:
 
 
 def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset that copies each element of a Python generator. Return any other dataset unchanged.
+    """Return a dataset that copies each element, if Python code makes the elements; else return `dataset`.
 
-    TensorFlow does not copy the arrays that a generator yields. It splits an element into the parts of the ranks, and
-    then writes results to that memory: the user's arrays would change. (TensorFlow 2.21 does so without mpistrat too.)
+    TensorFlow does not copy the arrays that a generator yields, and writes results into their memory after it has split
+    an element into the parts of the ranks: the user's arrays would change. (So does TensorFlow 2.21 by itself.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):
@@ -371,8 +371,8 @@ def seed_alike() -> None:
 def state_of_first_rank() -> Iterator[None]:
     """A context in which all ranks shuffle with the random state of rank 0. Collective.
 
-    At the end TensorFlow's random state is restored. Python's `random` keeps the state of rank 0, because Keras
-    shuffles a PyDataset with it later, in another thread.
+    At the end all ranks but rank 0 restore their random states of TensorFlow. Python's `random` keeps the state of rank
+    0 on all ranks, because Keras shuffles a PyDataset with it later, in another thread.
     """
     own = _state()
     if own[0] is None:
@@ -397,7 +397,7 @@ def _state() -> tuple[int | None, tuple, tuple]:
 
 
 def _as_array(state: tuple[int | None, tuple, tuple]) -> np.ndarray:
-    """Return a state as 64-bit numbers: the seed, then each generator's words and next normal number (or NaN)."""
+    """Return a state as 64-bit numbers: the seed, and of both generators the words and `gauss_next` (NaN for None)."""
     seed, *generators = state
     parts = [np.array([seed], np.int64)]
     for _, words, normal in generators:

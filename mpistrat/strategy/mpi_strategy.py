@@ -57,7 +57,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             is the size of the buckets in which the tensors of one call are reduced; default: 16 MiB, with several hosts
             4 MiB, and on a GPU 32 MiB. `timeout_seconds` is the time after which a collective that only some ranks have
             called ends the job; it replaces MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS. `implementation` has no effect, but
-            NCCL logs a warning if NCCL is not available.
+            the value NCCL causes a warning if NCCL is not available.
         device: The device of variables and computation, for example "GPU:0". The default is the GPU that pin_gpu()
             assigns to this rank, or the CPU. The constructor calls pin_gpu() under the same conditions as init().
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
@@ -184,7 +184,7 @@ def _default_device() -> str:
     try:
         pin_by_default()
     except InvalidRequestError as error:
-        logger.warning("rank %d: every rank of this host may take memory on all of its GPUs: %s", common.rank(), error)
+        logger.warning("rank %d: each rank may take memory on all GPUs of this host: %s", common.rank(), error)
     gpus = tf.config.list_logical_devices("GPU")
     return gpus[common.local_rank() % len(gpus)].name if gpus else "/device:CPU:0"
 
@@ -209,7 +209,7 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
             "one_device", "default": MPIStrategy on one rank, started with plain `python`.
         **options: The arguments of MPIStrategy, with these additions and exceptions:
             "mirrored": `cross_device_ops` of tf.distribute.MirroredStrategy is accepted too. It has no effect, because
-                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run. A warning names the difference, if any.
+                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run. If it is another, a warning says so.
             "parameter_server": The only options are `jobs` and `variable_partitioner`. `jobs` is as for
                 MPIClusterResolver, without evaluators; by default all ranks between the first and the last are workers.
                 `variable_partitioner` is as for ParameterServerStrategy.
@@ -230,7 +230,7 @@ def _mirrored(cross_device_ops: tf.distribute.CrossDeviceOps | None = None, **op
         name, in_use = type(cross_device_ops).__name__, runtime.current().data_name
         if isinstance(cross_device_ops, tf.distribute.HierarchicalCopyAllReduce):
             if runtime.current().settings.cpu_operations == "mpi":
-                logger.warning("%s has no effect, because MPISTRAT_CPU_OPERATIONS is mpi. Unset this variable.", name)
+                logger.warning("%s has no effect. To use it, unset MPISTRAT_CPU_OPERATIONS, which is now mpi.", name)
         elif isinstance(cross_device_ops, tf.distribute.NcclAllReduce):
             if not common.nccl_built():
                 logger.warning("%s: NCCL is not available. %s reduces the tensors.", name, in_use)

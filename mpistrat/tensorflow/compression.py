@@ -116,8 +116,8 @@ class Compression(metaclass=_Choices):
         Call this between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
 
         Returns:
-            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host the arrays
-            are those of the last restore_error_feedback(), because int8 has no effect there.
+            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host it contains
+            only what the last restore_error_feedback() has set, because int8 has no effect there.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: array_ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
@@ -126,7 +126,7 @@ class Compression(metaclass=_Choices):
     @staticmethod
     def restore_error_feedback(errors: Mapping[str, np.ndarray],
                                process_set: ProcessSet = global_process_set) -> None:
-        """Set the error feedback to a result of error_feedback(). Call on all ranks. Their number may have changed."""
+        """Set the error feedback to a result of error_feedback(), also of a job of another size. Call on all ranks."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:
             feedback.restore(errors)
@@ -135,9 +135,9 @@ class Compression(metaclass=_Choices):
 class Compressed:
     """Dense tensors that are compressed for a reduction.
 
-    `tensors`: The tensors to reduce. `wire_dtype`: As in Request. On a GPU the graph does not cast tensors to fp16 or
-    bf16, because the kernel that packs the fusion buffer casts them. `is_scattered`: Whether the reduction is a
-    reduce-scatter. Then the graph casts them on a GPU too, because they are copied to the host, which casts nothing.
+    `tensors`: The tensors to reduce. `wire_dtype`: The dtype to which the engine converts them when it sends them; ""
+    if it does not. To fp16 and bf16 the graph casts tensors, except on a GPU, where the engine does. If the reduction
+    is a reduce-scatter (`is_scattered`), the graph casts GPU tensors too, because they are copied to the host.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], is_scattered: bool = False,
@@ -152,10 +152,10 @@ class Compressed:
             self.wire_dtype = INT8
             topology = runtime.group_of("compression", process_set).topology
             reason = "all ranks run on one host" if len(topology.hosts) == 1 else (
-                "this is a reduce-scatter, which Compression.bf16 compresses" if is_scattered else "")
+                "this is a reduce-scatter (Compression.bf16 compresses reduce-scatters)" if is_scattered else "")
             if reason and topology.rank == 0 and not _told:
                 _told.append(self.wire_dtype)
-                logger.warning("mpistrat: Compression.%s has no effect here: it compresses all-reduces between "
+                logger.warning("mpistrat: Compression.%s has no effect here: it compresses only all-reduces between "
                                "hosts, and %s.", self.wire_dtype, reason)
             return
         is_cast = compression in (Compression.fp16, Compression.bf16)

@@ -1,4 +1,4 @@
-"""Checks that all ranks train equal weights on different data, and under MPIStrategy that they have equal datasets.
+"""Checks that all ranks train equal weights on different data, or on equal datasets that MPIStrategy divides.
 
 FirstSteps checks the first reductions of gradients. Optimizers, tapes, callbacks and fit use it. With each of these
 reductions, a rank sends digests of its weights and of its local gradients, and does not wait for the digests of the
@@ -100,7 +100,7 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 @dataclass
 class _Exchange:
-    """An exchange of digests among all ranks, with one reduction of gradients."""
+    """One exchange of digests among all ranks. It belongs to one reduction of gradients."""
 
     # The index of the list of variables. It is the same on other ranks, unless their programs differ.
     index: int
@@ -109,11 +109,11 @@ class _Exchange:
 
 
 class FirstSteps:
-    """The checks of the first reductions of one optimizer, or of all tapes of a process set.
+    """The checks of the first reductions of one optimizer, or of all tapes of one thread in a process set.
 
-    `name`: The name of the optimizer, or the purpose of the tapes. Reductions of different lists of variables are
-    checked separately, because a step may use several tapes. `way_out`: The code that the warning recommends, by which
-    each rank gets different data.
+    `name`: The name of the optimizer; for tapes "tape", with a prefix in threads other than the main thread. Reductions
+    of different lists of variables are checked separately, because a step may use several tapes. `way_out`: The code
+    that the warning recommends, by which each rank gets different data.
     """
 
     def __init__(self, name: str, process_set: ProcessSet = global_process_set, is_of_tapes: bool = False,
@@ -238,7 +238,7 @@ class FirstSteps:
         if not self._is_of_tapes and any(other._is_of_tapes and own <= set(map(id, variables))
                                          for other, variables in apart):
             _warn_once("gradients are reduced twice: by a DistributedGradientTape, and then by a DistributedOptimizer. "
-                       "Keep only one: apply the gradients of the tape with the optimizer that was wrapped.")
+                       "Keep only one: apply the tape's gradients with an optimizer that is not distributed.")
         elif not apart:
             warn_of_equal_data("their gradients had the same bits in the first steps", self._way_out)
 
@@ -247,7 +247,7 @@ class FirstSteps:
                 or has_other_data([self._received(each, 0.0) for each in self._of_list(index)])]
 
     def _received(self, exchange: _Exchange, wait_s: float = _WAIT_S) -> list[Digests]:
-        """Return the digests of all ranks; [] if they are not known, if a rank had joined, or if indices differ."""
+        """Return all ranks' digests; [] if any is missing, as after a join(), or if exchange.index differs by rank."""
         try:
             rows, = exchange.handle.wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
@@ -308,17 +308,17 @@ def describe_differing(labels: Sequence[str], digests: Sequence[Digests], ranks_
     listed = [rank_list(ranks_of[rank] if ranks_of else rank for rank in ranks) for ranks in groups]
     more = f" and {len(listed) - MOST_LISTED} more groups" if len(listed) > MOST_LISTED else ""
     where = (" and " if len(listed) == 2 else ", ").join(listed[:MOST_LISTED]) + more
-    more = f" So do {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
+    more = f" The same holds for {len(different) - 1} more of {len(labels)} variables." if len(different) > 1 else ""
     return f"the values of {labels[different[0]]} differ between ranks {where}.{more}"
 
 
 def describe_weights(labels: Sequence[str], digests: Sequence[Digests], ranks_of: Sequence[int] = ()) -> str:
     """Return the text of the error for ranks that train different weights. Arguments as for describe_differing."""
     return (f"the ranks train different weights: {describe_differing(labels, digests, ranks_of)}"
-            " Broadcast them before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks "
-            "of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own; in a "
-            "session add hvd.BroadcastGlobalVariablesHook(0), or run hvd.broadcast_global_variables(0). "
-            "Exempt a variable that is local to each rank with register_local_var (of the optimizer) or "
+            " Broadcast the weights before training: add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the "
+            "callbacks of fit, or call hvd.broadcast_variables(model.weights, root_rank=0) before a loop of your own; "
+            "in a session add hvd.BroadcastGlobalVariablesHook(0), or run hvd.broadcast_global_variables(0). If a "
+            "variable is meant to differ between ranks, pass it to register_local_var (of the optimizer) or "
             "register_local_source (of the tape). If each rank changes the weights on purpose before the gradient, as "
             "in MAML, pass check_weights=False to DistributedGradientTape or DistributedOptimizer. "
             "MPISTRAT_CHECK_ACTION=off switches this check off.")
@@ -354,7 +354,7 @@ _of_tapes: "weakref.WeakKeyDictionary[Group, dict[str, FirstSteps]]" = weakref.W
 
 
 def of_tapes(name: str, process_set: ProcessSet) -> FirstSteps:
-    """Return the FirstSteps that all tapes with the purpose `name` share. Eager code makes a new tape in each step."""
+    """Return the FirstSteps called `name`, which many tapes share, because eager code makes a new tape in each step."""
     known = _of_tapes.setdefault(process_set.group(name), {})
     if name not in known:
         known[name] = FirstSteps(name, process_set, is_of_tapes=True)
@@ -365,7 +365,7 @@ _readers: dict[int, tuple["weakref.ref[Variable]", str]] = {}
 
 
 def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
-    """Return those of `variables` that `reader` was the first to pass to this function. Local.
+    """Return those of `variables` that no other `reader` (an optimizer's name) has passed to this function. Local.
 
     In a graph only the first reader may read a variable. Otherwise a callback could read it for one optimizer before or
     after a change by another optimizer in the same step, because nothing orders the two.
@@ -407,10 +407,10 @@ class ReadingObserver:
 # that is 13 units of bfloat16.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-4, 0.1
 
-CAUSES = ("weights that were not broadcast before training; a callback, or a learning rate, on some ranks only; an "
-          "optimizer of the model that is not a hvd.DistributedOptimizer; code that loads or assigns weights on some "
-          "ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. Exempt a variable that is "
-          "local to each rank with register_local_var of the optimizer.")
+CAUSES = ("weights that were not broadcast before training; a callback that only some ranks have; learning rates that "
+          "differ between ranks; an optimizer of the model that is not a hvd.DistributedOptimizer; code that loads or "
+          "assigns weights on some ranks only, without hvd.broadcast_variables(model.weights, root_rank=0) after it. "
+          "If a variable is meant to differ between ranks, pass it to register_local_var of the optimizer.")
 
 
 def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
@@ -419,15 +419,15 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                           rates: tuple[bytes, Callable[[], None]] = (b"", lambda: None)) -> None:
     """Check that variables have the same values on all ranks. Collective. Values in CPU memory are not copied.
 
-    If values differ only by rounding, it is no error: the first rank logs a warning, once in its process.
+    If values differ only by rounding, there is no error; the first rank logs a warning, once in its process.
 
     Args:
         variables: Keras variables or tf.Variables; the same number in the same order on all ranks.
         name: The beginning of the names of the collectives.
         place: The time of the check, for messages: "at the end of epoch 3".
-        suspects, causes: Sentences for the message: probable causes in this training; usual causes with remedies.
+        suspects, causes: Texts for the message: probable causes in this training, and usual causes with remedies.
         action: "abort": a difference is an error. "warn": the first rank logs a warning about a difference.
-        rates: Bytes that must be equal on all ranks; and a function, maybe collective, that all call if they differ.
+        rates: Optimizers' numbers, such as learning rates, as bytes; and a function that all ranks call if they differ.
 
     Raises:
         MismatchError: On all ranks, if values differ and `action` is "abort", or if the number or shapes differ.
@@ -461,9 +461,9 @@ def require_equal_weights(variables: Sequence[Variable], name: str, place: str,
                                 for number in differing(digests)):
         if not _has_warned_of_rounding and process_set.rank() == 0:
             logger.warning("mpistrat: %s the weights of the ranks differ by rounding: %s Their processors or GPUs "
-                           "round differently, or they have other numbers of threads (TF_NUM_INTRAOP_THREADS), or an "
-                           "operation on the averaged gradients adds in no fixed order. Training goes on; larger "
-                           "differences are an error.", place, where)
+                           "round differently, or their numbers of threads differ (TF_NUM_INTRAOP_THREADS), "
+                           "or an operation on the averaged gradients adds in no fixed order. Training goes on; "
+                           "larger differences are an error.", place, where)
         _has_warned_of_rounding = True
         return
     problem = f"{place} the ranks have different weights, so they no longer train one model: {where} " \
@@ -495,10 +495,10 @@ def _differs_by_rounding(array: np.ndarray, name: str, process_set: ProcessSet) 
 # transformations: arrays, shards, counts and seeds. No element is read. The results of generators and of Python
 # functions are not compared. Local; the caller exchanges the arguments.
 
-ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch, so rows are left out "
-          "or trained on twice. Pass the same data in the same order on all ranks, without hvd.shard, dataset.shard or "
-          "slices by rank; batch(...) is the size of the global batch. If each rank must read different data, use "
-          "strategy.distribute_datasets_from_function.")
+ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of every global batch. With different data "
+          "on the ranks, rows are left out or trained on twice. Pass the same data in the same order on all ranks, "
+          "without hvd.shard, dataset.shard or slices by rank; n in batch(n) is the size of the global batch. If each "
+          "rank must read different data, use strategy.distribute_datasets_from_function.")
 # The arguments of some datasets: shard, take and skip, repeat, shuffle.
 _NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
 
@@ -515,15 +515,15 @@ def sources_of(dataset: tf.data.Dataset) -> list[str]:
 
 
 def difference(of_ranks: Sequence[Sequence[str]]) -> str:
-    """Return a text with the first difference between the sources of the ranks; "" if there is none."""
-    for values in itertools.zip_longest(*of_ranks, fillvalue="nothing more"):
+    """Return a text with the first difference among the ranks' results of sources_of; "" if there is none."""
+    for values in itertools.zip_longest(*of_ranks, fillvalue="nothing"):
         if len(set(values)) > 1:
             return describe_by_rank(values)
     return ""
 
 
 def _described(arrays: Iterable[tf.Tensor]) -> str:
-    """Return a text with the shapes of arrays, and with a digest of some rows, which are at equal distances."""
+    """Return a text with the shapes of arrays, and with one digest of evenly spaced rows of the arrays."""
     digest = hashlib.blake2b(digest_size=4)
     for array in arrays:
         if array.dtype in (tf.variant, tf.resource) or not hasattr(array, "numpy"):

@@ -108,7 +108,7 @@ class TensorFlowState(ObjectState):
             Compression.restore_error_feedback(self._errors)
 
     def _compare(self, number: int) -> bool:
-        """Gather the error feedback of int8. In every MPISTRAT_CHECK_EVERY-th commit, compare the weights."""
+        """Gather int8's error feedback; return if there is any. Every MPISTRAT_CHECK_EVERY-th time compare weights."""
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()
@@ -145,8 +145,8 @@ class TensorFlowKerasState(TensorFlowState):
         model: A model whose weights have been created.
         optimizer: Default: the optimizer of `model.compile`. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
-        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the ranks
-            synchronise before each commit. The commit also contains the state of the callback.
+        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job it gives all
+            ranks the same weights before each commit. The commit also contains the state of the callback.
         kwargs: Python objects, see ObjectState.
 
     Raises:
@@ -186,10 +186,10 @@ class TensorFlowKerasState(TensorFlowState):
             state.share(root)
 
     def _needs_new_processes(self) -> str:
-        return "the state of the sharded optimizer is divided among the ranks anew" if self._divided else ""
+        return "only new processes can divide the state of the sharded optimizer anew" if self._divided else ""
 
     def _compare(self, number: int) -> bool:
-        """As TensorFlowState; also average accumulated gradients, and gather the state of a sharded optimizer.
+        """As TensorFlowState._compare; also average accumulated gradients, and gather the state of a sharded optimizer.
 
         Each rank has accumulated gradients of its own rows, but new processes get the gradients of a single rank.
         Averaging does not change the next update. The gathered state has the parts of ranks that may be lost later.

@@ -49,7 +49,7 @@ def in_alone() -> bool:
 
 
 def is_alone() -> bool:
-    """Return whether this thread writes without the other ranks: it is in `alone`, or there is only one rank."""
+    """Return whether this thread writes without the other ranks: in the context `alone`, or in a job of one rank."""
     return _state.alone or not runtime.is_initialized() or runtime.current().topology.size == 1
 
 
@@ -70,7 +70,7 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known(values: dict[Hashable, tf.Tensor]) -> Iterator[None]:
-    """A context for code in `alone`: reading a variable returns its value from `values`, by the variable's ref()."""
+    """A context, within `alone`, in which reading a variable returns its value in `values`. Keys: variable.ref()."""
     before, _state.known = _state.known, values
     try:
         yield
@@ -117,9 +117,10 @@ def write_once(path: str, write: Callable[[], object], prepare: Callable[[int], 
 
 
 def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees_file: bool) -> bool:
-    """Return whether `rank` must write after the chief. `paths`: Of all ranks. `local_ranks`: All ranks of its host.
+    """Return whether `rank` must write after the chief. `paths`: The paths of all ranks.
 
-    `sees_file`: Whether this rank sees the file as the chief has written it; ignored if it has a different path.
+    `local_ranks`: All ranks on the host of `rank`. `sees_file`: Whether `rank` sees the file as the chief has written
+    it; ignored if the path of `rank` is not the chief's.
     """
     if rank == 0:
         return False
@@ -130,7 +131,7 @@ def writes_too(rank: int, paths: Sequence[str], local_ranks: Sequence[int], sees
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `action` in `alone`. Returns (result, None) or (None, error). The caller raises the error later."""
+    """Call `action` in the context `alone`. Return (result, None), or (None, error) for the caller to raise later."""
     try:
         with alone():
             return action(), None
@@ -142,8 +143,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
                     process_set: ProcessSet = global_process_set) -> list[FileStatus] | None:
     """Return what each rank reports about a file; None if the other ranks have ended. Collective.
 
-    `error`, `path` and `value` are what this rank reports. `name`: The name of the collective; None: the name for files
-    of a strategy.
+    This rank reports `error`, `path` and `value`. `name`: The name of the collective; default: "strategy/files".
 
     Raises:
         Exception: `error`, if it is not None.
@@ -170,7 +170,7 @@ def exchange_status(error: Exception | None = None, path: str = "", value: objec
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
-    """Return the modification time and the size of a file; None if it is missing; (0, 0) for a URL, as all see it."""
+    """Return a file's modification time and size; None if it is missing. For a URL (0, 0), because all ranks see it."""
     if "://" in path:
         return 0, 0
     try:

@@ -102,7 +102,7 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 
     Args:
         gradients: Dense tensors or tf.IndexedSlices; no None. At least one if `exact` is not empty.
-        spec: How to reduce. In a graph its observer gets only the gradients of the first collective.
+        spec: How to reduce. In a graph, spec.observer is called only with the gradients of the first collective.
         variables: The variables of the gradients, for groups that are lists of variables.
         exact: As in list_ops.reduce_tensors. They are reduced together with the group that is reduced last.
     """
@@ -126,8 +126,8 @@ def reduce_gradients(gradients: Sequence[Tensor], spec: ReduceSpec, options: Gra
 class GradientReducer:
     """Averages (or sums) lists of gradients over the ranks. In a job of one rank gradients do not change.
 
-    `optimizer`: The name of the optimizer whose gradients are reduced; None for the gradients of a tape. The other
-    arguments are those of DistributedGradientTape.
+    `optimizer`: The name of the optimizer whose gradients are reduced; None for the gradients of a tape. The
+    arguments after `options` are those of DistributedGradientTape.
     """
 
     changes_early = False  # Whether the optimizer may change a variable before its gradient is reduced (weight decay).
@@ -307,10 +307,10 @@ def warn_of_strategy(process_set: ProcessSet) -> None:
     _warned.append(True)
     name = type(tf.distribute.get_strategy()).__name__
     logger.warning("mpistrat: a distributed optimizer or tape averages gradients over the ranks inside a "
-                   "tf.distribute.%s, which does not know of other ranks: it divides each batch of this rank among the "
-                   "devices of this process, and counts steps and rows by itself. To keep a strategy, write strategy = "
-                   "mpistrat.tensorflow.MPIStrategy() instead, and leave out the distributed optimizer or tape. To "
-                   "keep the distributed optimizer or tape, leave out the strategy and its scope.", name)
+                   "tf.distribute.%s, which does not know of other ranks: the strategy divides each batch of this rank "
+                   "among the devices of this process, and counts only its own steps and rows. To keep a strategy, "
+                   "write strategy = mpistrat.tensorflow.MPIStrategy() instead, and leave out the distributed "
+                   "optimizer or tape. To keep the optimizer or tape, leave out the strategy and its scope.", name)
 
 
 def is_local_of_any(variable: Variable) -> bool:
@@ -336,8 +336,8 @@ def register_local_layers(layers: Layer | Sequence[Layer] | None, register: Call
         if not hasattr(layer, "weights"):
             raise InvalidRequestError(f"local_layers must be a Keras layer or a list of layers. Received: {layer!r}")
         if not layer.built:
-            raise InvalidRequestError(f"local_layers: {getattr(layer, 'name', layer)} has no weights yet. Build the "
-                                      "model first: give it an Input layer, or call it once.")
+            raise InvalidRequestError(f"local_layers: the layer {getattr(layer, 'name', layer)} has no weights yet. "
+                                      "Build the model first: give it an Input layer, or call it once.")
         for weight in layer.weights:
             register(weight)
             register(weight.value)  # The tf.Variable of a Keras variable; a tape may have either as a source.
@@ -387,9 +387,9 @@ def count_step(is_global: bool) -> None:
 
 @functools.cache
 def _end_after_calls(timer: StepTimer) -> None:
-    """Make each call of a graph from Python end the script afterwards, if all steps have been counted.
+    """Make every call of a graph from Python end with SystemExit once `timer` has counted its last step.
 
-    A node of the graph cannot end the script, because TensorFlow would replace its exception.
+    A node of the graph cannot raise SystemExit itself, because TensorFlow would replace the exception.
     """
     call = AtomicFunction.call_flat
 

@@ -2,14 +2,14 @@
 
 The destructor of an iterator waits for the thread that tunes the dataset. That thread may miss the request to end, and
 then sleeps for as long as the iterator has existed, up to 60 s. A callback of StartCancel wakes the thread, which then
-asks IsCancelled(). But StartCancel sets this flag only after its callbacks:
+asks IsCancelled(). But StartCancel lets IsCancelled() return true only after its callbacks:
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/model.cc#L2563
 https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/core/framework/cancellation.cc#L84
 On two cores this happened to 3 to 8 % of the iterators that were 6 s old. All other ranks then wait for that rank.
 
 So datasets are iterated over with `options.autotune.enabled = False`. Without autotuning, TensorFlow also leaves out
-two rewrites, which makes a map without `num_parallel_calls` half as fast on two cores. So this module makes the
-rewrites with TensorFlow's code. AUTOTUNE then means one call for each core, up to 16, not a number that changes.
+two rewrites, which makes a map without `num_parallel_calls` half as fast on two cores. So this module applies the
+rewrites with TensorFlow's code. AUTOTUNE then means a fixed number of parallel calls: one for each core, up to 16.
 """
 
 import functools

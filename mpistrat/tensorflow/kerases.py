@@ -73,7 +73,7 @@ def is_of_keras(value: object, *names: str) -> bool:
 
 
 def is_keras2(value: object) -> bool:
-    """Return whether `value`, if it is a class, or else its class, is a class of Keras 2 or derived from one."""
+    """Return whether `value` is a class of Keras 2 or an object of one. Derived classes count too."""
     cls = value if isinstance(value, type) else type(value)
     return any(package_of(base) == "tf_keras" for base in cls.__mro__)
 
@@ -205,6 +205,6 @@ def accumulators_of(optimizer: Optimizer) -> list[Any]:
 
 
 def accumulators_among(variables: Iterable[Any], weights: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Return a pair for each of `variables` that sums gradients: the weight of the gradients, and the variable."""
+    """Return (weight, variable) for each of `variables` that sums the gradients of one of the model's `weights`."""
     named = {f"{weight.path.replace('/', '_')}{_ENDING}": weight for weight in weights if hasattr(weight, "path")}
     return ((named[variable.name], variable) for variable in variables if variable.name in named)

@@ -52,8 +52,8 @@ def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
     """A context in which this rank's loss has the weight `weight`, a scalar that may differ among the ranks. Local.
 
     Later, each rank's gradients are multiplied by its weight, and summed over the ranks. If a loss depends on a
-    collective, the gradients also contain gradients of other ranks' losses, which have different weights. So the
-    gradient of a collective sums weighted gradients, and divides the sum by this rank's weight. None: no weights.
+    collective, its gradients contain gradients of other ranks' losses, which have different weights. So the gradient of
+    a collective sums weighted gradients, and divides the sum by this rank's weight. With None nothing is weighted.
     """
     before = _weight.set(weight)
     try:
@@ -64,7 +64,7 @@ def loss_weighted(weight: tf.Tensor | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a collective. The fields of a subclass must be serialisable as JSON."""
+    """The gradient of a collective. Its fields must be serialisable as JSON, because a graph stores them in a node."""
 
     kinds: ClassVar[dict[str, type["Gradient"]]] = {}
 
@@ -139,7 +139,7 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the gradients, weighted as in `loss_weighted`. In functions that the step calls, they are not weighted."""
+    """Return the gradients, weighted as loss_weighted says; unweighted in a tf.function that the train step calls."""
     weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
     if weight is None:
         return list(gradient.of(values, dense))
@@ -152,7 +152,7 @@ def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequenc
 
 
 def number_of(process_set: ProcessSet | None, operation: str) -> int:
-    """Return the id of a process set. Raises InvalidRequestError, naming `operation`: This rank is not in it. Local."""
+    """Return the set's id. Raises InvalidRequestError, which names `operation`: This rank is not in the set. Local."""
     try:
         found = resolved(process_set)
         found.group(operation)
@@ -165,7 +165,7 @@ def number_of(process_set: ProcessSet | None, operation: str) -> int:
 def topology_of(process_set: int) -> Topology:
     """Return the topology of a process set of this rank. Raises InvalidRequestError: The set was removed. Local."""
     try:
-        return runtime.group_of("The process set of a collective", process_set).topology
+        return runtime.group_of("a collective", process_set).topology
     except MpistratError as error:
         raise as_tf_error(error) from error
 
@@ -233,7 +233,7 @@ def reduce_tensors(tensors: Sequence[Tensor], spec: ReduceSpec, compression: typ
 
 
 def reduce_dense(tensors: Sequence[tf.Tensor], spec: ReduceSpec) -> list[tf.Tensor]:
-    """As buckets.reduce_list. If `spec.has_gradient`, results are differentiable: gradients are reduced likewise."""
+    """As buckets.reduce_list. If `spec.has_gradient`, results have gradients, which are reduced the same way."""
     if not tensors:
         return []
     if not spec.has_gradient:
@@ -268,10 +268,10 @@ def reduce_slices(slices: tf.IndexedSlices, spec: ReduceSpec) -> tf.IndexedSlice
     """
     (op, prescale, postscale), process_set = spec.scaled, spec.process_set
     if op not in (Average, Sum):
-        raise NotImplementedError(f"tf.IndexedSlices can be reduced with Average or Sum. Received: {op.name}")
+        raise NotImplementedError(f"tf.IndexedSlices can be reduced only with Average or Sum. Received: {op.name}")
     if not math.isclose(prescale * postscale, 1.0):
-        raise NotImplementedError("prescale_factor and postscale_factor do not apply to tf.IndexedSlices. Use "
-                                  "sparse_as_dense=True, or tf.convert_to_tensor.")
+        raise NotImplementedError("prescale_factor and postscale_factor cannot scale tf.IndexedSlices. Pass "
+                                  "sparse_as_dense=True, or convert them first: tf.convert_to_tensor(slices).")
     slices = as_tensor(slices)
     gathered = gather if spec.has_gradient else gather_list
     values, = gathered([slices.values], f"{spec.name}/values", process_set, spec.observer)
@@ -330,8 +330,8 @@ def equal_parts(joined: Sequence[tf.Tensor], values: Sequence[tf.Tensor], name: 
     for whole, value in zip(joined, values, strict=True):
         rows, own = whole.shape[axis], value.shape[axis]
         if None not in (rows, own) and rows != topology.size * own:
-            raise InvalidRequestError(f"{name}: XLA compiles the gradient of a gather only if all ranks have the same "
-                                      "number of rows. Leave jit_compile out of the function.")
+            raise InvalidRequestError(f"{name}: XLA can compile the gradient of a gather only if all ranks have the "
+                                      "same number of rows. Leave jit_compile out of the function.")
     return [tf.split(whole, topology.size, axis)[topology.rank] for whole in joined]
 
 
@@ -339,8 +339,8 @@ def gather_list(tensors: Sequence[tf.Tensor], name: str, process_set: int = 0, o
                 shapes: Sequence[tf.TensorShape] = ()) -> list[tf.Tensor]:
     """Return each tensor, concatenated over the ranks along the first dimension. One collective, not differentiable.
 
-    `shapes`: The shapes of the results, if they are known. XLA needs them: without `shapes`, results are compiled for
-    ranks that all have the same number of rows.
+    `shapes`: The shapes of the results. Default: with an unknown number of rows; or in a function that XLA compiles, as
+    if all ranks had the same number of rows.
     """
     device = call_site.device_of(tensors, process_set)
     has_rows = all(t.shape.rank for t in tensors)

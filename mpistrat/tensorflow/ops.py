@@ -91,11 +91,11 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         ignore_name_scope: Leave name scopes out of the name.
 
     Raises:
-        MismatchError: On every rank, if the ranks' calls differ. Eagerly also a tf.errors.FailedPreconditionError.
+        MismatchError: On every rank, if calls differ. In eager code it is also a tf.errors.FailedPreconditionError.
         InvalidRequestError: On this rank, for a dtype that `op` does not support, or a name that is already in flight.
-            Eagerly also a tf.errors.InvalidArgumentError.
+            In eager code it is also a tf.errors.InvalidArgumentError.
         NotImplementedError: On this rank, for tf.IndexedSlices with an `op` other than Average and Sum.
-        EngineError: The engine has ended. Eagerly also a tf.errors.UnknownError.
+        EngineError: The engine has ended. In eager code it is also a tf.errors.UnknownError.
     """
     number = number_of(process_set, "Allreduce")
     scaled = _op_for([tensor], op, average, prescale_factor, postscale_factor)
@@ -247,7 +247,7 @@ def _count_call(tensor: object, process_set: int) -> None:
 
     One call of grouped_allreduce for all tensors is much faster. mpistrat cannot merge the calls by itself, because the
     first tensor would then have to wait for the last call. A program that needs the first result before the last call,
-    in a way that the graph does not show, would hang. If the user passes a list of tensors, no program can do that.
+    in a way that the graph does not show, would hang. With a list of tensors there is only one call.
     """
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or session_graph() is not None:
         return

@@ -72,7 +72,7 @@ def pin_gpu() -> int | None:
                 if not tf.config.get_logical_device_configuration(gpu):
                     tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError as error:
-            raise InvalidRequestError(f"pin_gpu() comes too late: {error} Call it right after init().") from error
+            raise InvalidRequestError(f"pin_gpu() comes too late ({error}). Call init() earlier.") from error
     if topology.local_rank == 0:
         logger.log(logging.WARNING if pin.is_shared else logging.INFO, "%s: %s", topology.host, pin.sentence)
     _pinned = current, pin
@@ -80,7 +80,7 @@ def pin_gpu() -> int | None:
 
 
 def pin_by_default() -> None:
-    """Call pin_gpu(), unless the settings or this process have decided otherwise. Local. Raises as pin_gpu."""
+    """Call pin_gpu(), unless MPISTRAT_BIND forbids it or this process has chosen its GPUs. Local. Raises as pin_gpu."""
     reason = _reason_to_leave()
     if reason:
         _log_unpinned(reason)
@@ -98,11 +98,11 @@ def _reason_to_leave() -> str:
     index = _pinned[1].index if _pinned is not None else None
     chosen_here = index is not None and visible == [gpus[index]]
     if visible != gpus and not chosen_here:
-        return f"this process has chosen {len(visible)} of {len(gpus)} GPUs"
+        return f"this process has already chosen {len(visible)} of {len(gpus)} GPUs"
     if any(tf.config.get_logical_device_configuration(gpu) for gpu in gpus):
-        return "this process has configured logical GPUs"
+        return "this process has already configured logical GPUs"
     return ""
 
 
 def _log_unpinned(reason: str) -> None:
-    logger.debug("rank %d: TensorFlow's GPUs stay as they are: %s", runtime.current().topology.rank, reason)
+    logger.debug("rank %d: mpistrat chooses no GPU for this rank: %s", runtime.current().topology.rank, reason)

@@ -1,6 +1,6 @@
-"""For graphs of tf.compat.v1 sessions: DistributedOptimizer of an optimizer of tf.compat.v1, and variable broadcasts.
+"""For graphs of tf.compat.v1 sessions: a DistributedOptimizer for tf.compat.v1 optimizers, and variable broadcasts.
 
-For users, as mpistrat.tensorflow.DistributedOptimizer. Making it is local. Running its train operation is collective.
+Users call mpistrat.tensorflow.DistributedOptimizer. The call is local; running the train operation is collective.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ _Pairs = list[tuple[OptionalGradient, Variable]]
 
 
 def for_sessions_too(of_keras: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `of_keras`, extended: for an optimizer of tf.compat.v1 it makes this module's DistributedOptimizer."""
+    """Return a function that calls `of_keras`; for optimizers of tf.compat.v1 it calls DistributedOptimizer instead."""
     @wraps(of_keras)
     def distributed(optimizer: object, *args: object, **kwargs: object) -> Any:
         is_of_v1 = isinstance(optimizer, v1.train.Optimizer) or (
@@ -74,7 +74,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         if isinstance(optimizer, DistributedOptimizer):
             raise InvalidRequestError("the optimizer is distributed already. Pass the optimizer that it was made from.")
         if not hasattr(optimizer, "compute_gradients"):
-            raise InvalidRequestError("in the graph of a session DistributedOptimizer takes an optimizer of "
+            raise InvalidRequestError("in the graph of a session, DistributedOptimizer takes an optimizer of "
                                       f"tf.compat.v1.train. Received: {optimizer!r}")
         if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
             raise InvalidRequestError("backward_passes_per_step must be an integer of at least 1. Received: "
@@ -201,7 +201,7 @@ class _Passes:
         return found
 
     def applied(self, apply: Callable[[], tf.Operation], global_step: Variable | None) -> tf.Operation:
-        """Return an operation that applies gradients by `apply()` in every k-th pass, and else only counts a step.
+        """Return an operation: every k-th pass applies gradients by `apply()`; the others only increment `global_step`.
 
         Raises InvalidRequestError: compute_gradients was not called before.
         """

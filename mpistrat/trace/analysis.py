@@ -17,7 +17,7 @@ _OWN = re.compile(r"check/|elastic\.|(?:.*/)?optimizer\d+/(?:fit|callbacks|weigh
 
 @dataclass(frozen=True)
 class RankTime:
-    """How one rank spent its time, as shares of the whole timeline. `computing` to `moving` add up to 1."""
+    """The shares of the timeline that one rank spent computing, waiting, agreeing and moving data; their sum is 1."""
 
     rank: int
     computing: float  # No operation was outstanding.
@@ -98,7 +98,7 @@ def analyse(records: Sequence[Record]) -> Analysis:
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """Return the time of each operation's last submission, by set and number; if unfinished, when the job failed."""
+    """Return when each operation's last rank submitted it (unfinished: when the job failed), by set and number."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number
@@ -175,10 +175,10 @@ def _reason(record: Record, others: Sequence[Record]) -> str:
     alike = [other for other in fused if (other.kind, other.op, other.device) == (record.kind, record.op,
                                                                                   record.device)]
     if not alike:
-        return "what else was ready is another operation"
+        return "only collectives of another kind, op or device were ready"
     if all(other.dtype != record.dtype for other in alike):
-        return f"what else was ready has another dtype than {record.dtype}"
-    return "the fusion buffer was full (MPISTRAT_FUSION_THRESHOLD), or a factor differs"
+        return f"only collectives of another dtype than {record.dtype} were ready"
+    return "the fusion buffer was full (MPISTRAT_FUSION_THRESHOLD), or a scale factor differed"
 
 
 def _rates(records: Sequence[Record]) -> tuple[Rate, ...]:

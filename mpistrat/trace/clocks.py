@@ -79,7 +79,7 @@ class Offset:
             self._rounds.append((took, (received + answered - sent - returned) // 2, returned))
 
     def at(self, now: int) -> int:
-        """Return the offset in ns at the time `now`, from the most exact measurement. Each gets less exact with age."""
+        """Return the offset in ns at the time `now`, by the most exact measurement. Old measurements are less exact."""
         if self._is_shared:
             return 0
         rounds = self._rounds.copy()  # The engine's thread adds to them.

@@ -125,8 +125,8 @@ def save(told: Iterable[Sequence[str]]) -> str:
     except OSError as error:
         with contextlib.suppress(OSError):  # On a read-only file system this is an error also if there is no file.
             path.unlink()
-        return f"{what} are not written: {error}"
-    return f"{what}: mpistrat timeline {path}"
+        return f"{what} cannot be written: {error}"
+    return f"{what} are shown by: mpistrat timeline {path}"
 
 
 def _write(path: str, ranks: Sequence[LastOperations]) -> None:

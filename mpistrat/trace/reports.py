@@ -47,7 +47,7 @@ class Reports:
             try:
                 self._status = StatusFile(topology.size, environ)
             except OSError as error:
-                logger.info("rank 0: there is no status file for mpistrat top: %s", error)
+                logger.info("rank 0: the status file for mpistrat top cannot be created: %s", error)
         self._use = ProcessorUse()
         self.stragglers = StragglerWatch()  # Used on rank 0.
         self._newest: dict[int, dict[str, Any]] = {}  # the report of each rank
@@ -88,7 +88,7 @@ class Reports:
             try:
                 self._status.write([self._newest[rank] for rank in sorted(self._newest)])
             except OSError as error:
-                logger.warning("mpistrat: the status file cannot be written any more: %s", error)
+                logger.warning("mpistrat: the status file for mpistrat top cannot be written any more: %s", error)
                 self._status = None
 
     @property
@@ -162,7 +162,7 @@ def rss_bytes() -> int:
 
 @dataclass
 class Totals:
-    """The sums of a rank over the intervals with collectives, without the first interval, in which the rank starts."""
+    """A rank's waits, steps and collectives, summed over its reports with collectives, except the first of them."""
 
     waits: Waits = field(default=Waits())  # The waits in these intervals.
     steps: int = 0  # Steps of training in these intervals; 0 if steps are not counted.
@@ -172,7 +172,7 @@ class Totals:
         self._before: tuple[int, int] | None = None
 
     def add(self, waits: Waits, steps: int, operations: int) -> None:
-        """Add an interval. `steps` and `operations` count from the start of the job to the end of the interval."""
+        """Add a report. `steps` and `operations` count from the start of the job to the time of the report."""
         before, self._before = self._before, (steps, operations)
         if before is None:
             self._before = self._before if operations else None

@@ -77,22 +77,22 @@ def cause_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
     # 0.4 of its cost, whereas a rank with three processes on its core had twice its cost. The delay of the main thread
     # alone says less: 0.08 s of 0.92 on such a core, while TensorFlow's threads computed the step.
     if delayed - delayed_alike > max(_MUCH_DELAY, _MOST_OF_COST * cost):
-        return (f"Other processes run on its cores: its threads were ready, and have waited for a core for "
-                f"{delayed:.1f} s in each second.{at}")
+        return (f"Other processes run on its cores: its threads were ready to run, but waited for a core for "
+                f"{delayed:.1f} s of each second.{at}")
     if cores + delayed_alike < _LITTLE_USE:
-        return (f"It has used {cores:.2f} cores, so it waits for something that is not computed: data of the input "
-                f"pipeline, a file, a lock, or a sleep.{at}")
+        return (f"It has used {cores:.2f} cores, so it does not compute, but waits: for data of the input pipeline, a "
+                f"file, a lock, or a sleep.{at}")
     if cores < _LITTLE_USE:
-        return (f"It could compute little: it has used {cores:.1f} cores, and its threads have waited for a core for "
-                f"{delayed:.1f} s in each second. The threads of the other ranks have waited likewise, since other "
-                f"processes run on all these cores.{at}")
+        return (f"It could compute little: it has used {cores:.1f} cores, and its threads waited for a core for "
+                f"{delayed:.1f} s of each second. The threads of the other ranks waited as much, because other "
+                f"processes run on the cores of all ranks.{at}")
     return f"It computes: it has used {cores:.1f} cores. It has more to do than the others, or slower cores.{at}"
 
 
 def _place_of(reports: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> str:
     """Return the place in the script that is more frequent in the reports of a rank than in `others`; "" if unknown.
 
-    The most frequent place is the training step on all ranks. Only a slow rank is often in a callback that sleeps.
+    The difference counts, because the most frequent place of every rank is the training step.
     """
     places = [report["place"] for report in reports if report["place"]]
     elsewhere = [report["place"] for report in others if report["place"]]

@@ -34,8 +34,8 @@ _CLOSE = b"\n]"
 class Timeline:
     """Writes the records of all ranks to the file `path`, and replaces an old file. `hosts`: The host of each rank.
 
-    `mark_cycles`: Whether to mark the times when a rank begins to execute operations that were agreed on together. The
-    constructor and each method raise OSError: The file cannot be created or written.
+    `mark_cycles`: Whether to mark on each rank, like Horovod, when a cycle starts: when the ranks have agreed on
+    operations. The constructor and each method raise OSError: The file cannot be created or written.
     """
 
     def __init__(self, path: str, hosts: Sequence[str], mark_cycles: bool):
@@ -65,7 +65,7 @@ class Timeline:
         self._file.close()
 
     def add_choices(self, sentences: Iterable[str]) -> None:
-        """Add a mark for each new sentence. It says what rank 0 has chosen from measured times of collectives."""
+        """Add a mark for each new one of `sentences`, which say what rank 0 has chosen by the times of collectives."""
         for sentence in sentences:
             if sentence not in self._choices:
                 self._choices.add(sentence)
@@ -220,7 +220,7 @@ def records_in(path: str) -> tuple[list[Record], bool]:
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"the file was not written by mpistrat: {error!r}.") from error
     if not operations:
-        raise ValueError(f"{path} has no operation of mpistrat. The file is empty, or was not written by mpistrat.")
+        raise ValueError("it has no operation of mpistrat. The file is empty, or was not written by mpistrat.")
     try:
         return [_record_of(*each) for each in operations], is_cut
     except (KeyError, TypeError) as error:

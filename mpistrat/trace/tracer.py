@@ -81,14 +81,14 @@ class Tracer(Observer):
     def start(self, traced: Callable[[], Mapping[int, Traced]], wake: Callable[[], None]) -> None:
         """Start the thread. `traced` returns the data of each process set of this rank, by the id of the set.
 
-        `wake` wakes the engine of the set of all ranks, which then sends the messages in `outgoing`.
+        `wake` wakes the engine of the set of all ranks, which then sends the messages of the tracer.
         """
         self._traced, self._wake = traced, wake
         self._thread = threading.Thread(target=self._run, name="mpistrat-trace", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, after it has put this rank's last messages into `outgoing`. Local. May be called twice."""
+        """Stop the thread, after it has given the engine this rank's last messages. Local. May be called twice."""
         self._ends = True
         self._called.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -111,7 +111,7 @@ class Tracer(Observer):
     def fail_all(self, limit_s: float) -> bool:
         """Make all ranks report their last operations, because this rank fails. Any thread may call it.
 
-        Waits until this rank has reported, for `limit_s` seconds at most. Returns False if ranks report no operations.
+        Waits until this rank has reported, for `limit_s` seconds at most. Returns False if this rank does not report.
         """
         if self._last_report is None or self._thread is None:
             return False
@@ -298,13 +298,13 @@ class Recording:
         Whether no operation has been executed yet.
         """
         if self._timeline is not None:
-            logger.warning("mpistrat: start_timeline(%r) does nothing: %s is being written. Call stop_timeline() "
-                           "first.", path, self._path)
+            logger.warning("mpistrat: start_timeline(%r) has no effect: the timeline %s is still being written. "
+                           "Call stop_timeline() first.", path, self._path)
             return
         try:
             self._timeline, self._path = Timeline(path, self._topology.host_of, mark_cycles), path
         except OSError as error:
-            logger.warning("mpistrat: there is no timeline: %s", error)
+            logger.warning("mpistrat: the timeline cannot be created: %s", error)
             return
         self._lost = 0
         self._incoming.clear()
@@ -344,11 +344,11 @@ class Recording:
         except OSError as error:
             lacks.append(f"its end cannot be written: {error}")
         if self._awaited and limit_s is not None:
-            lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} have not sent their last "
-                         f"operations in {limit_s:g} s")
+            lacks.append(f"ranks {self._topology.listed(sorted(self._awaited))} did not send their last "
+                         f"operations within {limit_s:g} s")
         lost = timeline.lost + self._lost
         if lost:
-            lacks.append(f"{lost} operations came faster than they could be read")
+            lacks.append(f"{lost} operations are missing, because they came faster than they could be recorded")
         if window not in (None, _EVERYTHING) and not timeline.operations:
             lacks.append(f"it is empty, because steps {window[0]} to {window[1] - 1} were not executed: the job had "
                          f"{self._reader.counter.steps} steps")

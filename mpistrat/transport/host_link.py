@@ -187,7 +187,7 @@ class FdExchange:
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return (process id, effective user id) of a Unix socket's peer, from when it connected or began to listen."""
+    """Return the process id and effective user id that a Unix socket's peer had when it connected or called listen."""
     process, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED,
                                                                  _CREDENTIALS.size))
     return process, user
@@ -274,7 +274,7 @@ class HostLink:
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
         """Connect the ranks of the host, and return this rank's channel. Collective within the host.
 
-        `invitation`: From the first rank's HostLink. Raises OSError, perhaps only on some ranks: A connection fails.
+        `invitation`: That of the first rank's HostLink. Raises OSError, perhaps only on some ranks: A connection fails.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)

@@ -36,7 +36,7 @@ class ChannelSockets:
     def make(ranks: Sequence[int]) -> "dict[int, ChannelSockets]":
         """Make the sockets of all `ranks` of a host. Raises OSError: The process has reached its limit of descriptors.
 
-        An inbox and its outbox are a socket pair without names. Only processes with the outbox can write to the inbox.
+        A rank's inbox and the outbox to it are a nameless socket pair. Only processes with the outbox can write to it.
         """
         outboxes: dict[int, socket.socket] = {}
         inboxes: dict[int, socket.socket] = {}

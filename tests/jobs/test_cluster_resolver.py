@@ -66,7 +66,7 @@ def test_too_few_ranks_for_parameter_servers_are_told_so() -> None:
 @pytest.mark.nightly
 def test_a_killed_worker_is_survived(tmp_path: Path) -> None:
     job = kill(1, 4, tmp_path).well()
-    assert re.search(r"rank 1 \(worker 0, on .*\) has died before the chief", job.output), job.output
+    assert re.search(r"rank 1 \(worker 0, on .*\) has died; the chief runs on", job.output), job.output
     assert accuracy_of(job, 2) >= 0.93, job.output
     assert "Traceback" not in job.output, job.output
 

@@ -68,4 +68,4 @@ def test_the_commits_of_the_only_host_outlive_a_link_that_is_cut_for_longer_than
     assert job.output.count(f"no rank has started on {hosts.names[1]}") > 1, job.output
     generation, = set(re.findall(r"rank \d: of 2, generation (\d+)", job.output))
     assert_whole(job, ranks=2, generation=int(generation), most_twice=0)
-    assert "Its commits are kept" in job.output and "IS LOST" not in job.output, job.output
+    assert "The commits there are kept" in job.output and "IS LOST" not in job.output, job.output

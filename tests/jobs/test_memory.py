@@ -87,7 +87,7 @@ def test_without_room_for_shared_memory_mpi_serves_with_one_warning() -> None:
 def test_with_little_room_for_shared_memory_the_chunks_are_small() -> None:
     little = [*WITHOUT_MEMORY[:2], WITHOUT_MEMORY[2].replace("ulimit -f 100", "ulimit -f 40000"), *WITHOUT_MEMORY[3:]]
     job = run_job(3, little, env={"MPISTRAT_LOG_LEVEL": "info"}).well()
-    assert job.output.count("Smaller chunks are tried.") == 2, job.output
+    assert job.output.count("Smaller chunks of memory are tried.") == 2, job.output
     assert [job.of_rank(rank)[-1] for rank in range(3)] == ["shared_memory with votes stays"] * 3, job.output
 
 

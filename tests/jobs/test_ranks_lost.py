@@ -83,6 +83,6 @@ def test_every_wait_ends_when_ranks_are_lost(backend: str) -> None:
 def test_a_job_that_cannot_go_on_ends_even_if_mpirun_does_not_see_the_end_of_a_rank() -> None:
     # The shell lives on, and mpirun knows only that.
     job = run_job(2, ["sh", "-c", f"{sys.executable} tests/scripts/one_ends.py 'is killed' 0; sleep 60"], limit_s=50)
-    assert re.search(r"rank 0 on \S+ ends the job: lost rank 1 on \S+ \(process \d+ has died\), without",
+    assert re.search(r"rank 0 on \S+ ends the job: this rank has lost rank 1 on \S+ \(process \d+ has died\), without",
                      job.output), job.output
     assert job.code == 1, job.output

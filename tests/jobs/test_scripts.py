@@ -129,7 +129,7 @@ def test_what_one_rank_calls_alone_is_named_with_its_cause(what: str, tmp_path: 
         assert error.startswith("StallError: "), job.output
         assert "look for one under `if rank == 0`" in error
         assert "strategy/" in error
-        assert "Ended after 3 s (CommunicationOptions.timeout_seconds)" in error
+        assert "The engines have ended after 3 s (CommunicationOptions.timeout_seconds)" in error
 
 
 @pytest.mark.nightly

@@ -170,8 +170,8 @@ def test_a_host_that_does_not_answer_ends_every_rank(hosts: Hosts, tmp_path: Pat
     with hosts.mended_after():
         job = hosts.run_until_ranks_end([2, 2], command, limit_s=60, env={"MPISTRAT_LOST_AFTER_S": "2"})
     first, second = hosts.names
-    assert (f"rank 0 on {first} ends the job: lost rank 2 on {second} (its host is lost: no answer for 2 s); rank 3 "
-            "on ") in job.output, job.output
+    assert (f"rank 0 on {first} ends the job: this rank has lost rank 2 on {second} (its host is lost: no answer for 2 "
+            "s); rank 3 on ") in job.output, job.output
     # What is beyond the limit is for the far host, whose ranks do not hear of an end of the job.
     assert job.ended_at - float((tmp_path / "cut").read_text()) < 30, job.output
 

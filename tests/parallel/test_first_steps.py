@@ -57,7 +57,7 @@ def _first_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fit_without_a_broadcast_is_an_error_on_every_rank(rank: int, size: int) -> None:
-    text = f"the values of .*first/kernel {different_on(size)} So do 1 more of 4"
+    text = f"the values of .*first/kernel {different_on(size)} The same holds for 1 more of 4"
     with pytest.raises(tf.errors.OpError, match=text) as caught:
         fit(new_model(rank), data_of(rank))
     # The frames hold a dataset that nothing reads to its end. TensorFlow waits for its threads when it is deleted, the
@@ -118,7 +118,7 @@ def test_a_loop_may_broadcast_after_its_first_step(in_graph: bool, are_broadcast
     if in_graph:
         train()  # Not compared: the loop might change a weight before its gradient is reduced.
         return
-    with pytest.raises(tf.errors.OpError, match=f"the values of own.* {different_on(size)} Broadcast them before"):
+    with pytest.raises(tf.errors.OpError, match=f"the values of own.* {different_on(size)} Broadcast the weights"):
         train()
     assert weights[1].numpy() != 1.0  # Two steps were made.
 

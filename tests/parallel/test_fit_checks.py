@@ -173,7 +173,7 @@ def test_with_weight_decay_a_forgotten_broadcast_is_an_error_on_every_rank(optim
     where = "[0] and [1]" if size == 2 else ", ".join(f"[{number}]" for number in range(size))
     with pytest.raises(mpistrat.MismatchError) as caught:
         fit(different(rank, kind, optimizer()), rank)
-    assert f"first/kernel differ between ranks {where}. So do 1 more of 4 variables." in str(caught.value)
+    assert f"first/kernel differ between ranks {where}. The same holds for 1 more of 4 variables." in str(caught.value)
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size  # The engine goes on.
 
 
@@ -282,8 +282,8 @@ def test_weights_that_differ_when_an_epoch_ends_are_an_error_on_every_rank(train
     model.layers[1].trainable = trainable
     with pytest.raises(mpistrat.MismatchError, match="fit: at the end of epoch 1 the ranks have different w") as caught:
         fit(model, rank, [keep, *([] if rank else [Change("kernel", 1.01)])], epochs=2)
-    assert f"/kernel differ between ranks [0] and {list(range(1, size))}. Only ranks [0] have a Change: give it to " \
-        "the callbacks of all ranks. Usual causes: " in str(caught.value)
+    assert f"/kernel differ between ranks [0] and {list(range(1, size))}. Only ranks [0] have a Change: pass it to " \
+        "fit on all ranks. Usual causes: " in str(caught.value)
     assert not keep.logs  # No callback of the user saves such a model.
     assert mpistrat.allreduce(np.ones(1), op=mpistrat.Sum)[0] == size
 
@@ -320,12 +320,13 @@ def test_a_vocabulary_of_each_rank_is_an_error_that_names_the_layer(
         vocabulary_of(words, rank)
         model.optimizer.register_local_var(model.layers[-1].bias)  # A layer may be each rank's own then.
         model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
-        assert len([r for r in caplog.records if "has another vocabulary" in r.getMessage()]) == (0 if rank else 1)
+        assert len([r for r in caplog.records if "disagree on the vocabulary" in r.getMessage()]) == (0 if rank else 1)
         return
     with pytest.raises(mpistrat.MismatchError) as caught:
         model.fit(data, verbose=0, callbacks=[BroadcastCallback(0)])
     where = f"[0]; {list(range(1, size))}. Call layer.adapt with all rows, before hvd.shard"
-    assert f"the layer words (StringLookup) has another vocabulary on each of these ranks: {where}" in str(caught.value)
+    text = "the ranks disagree on the vocabulary of the layer words (StringLookup). Groups of ranks that agree: "
+    assert f"{text}{where}" in str(caught.value)
 
 
 @pytest.mark.parametrize("callbacks", [[], [BroadcastCallback]], ids=["no broadcast", "broadcast"])
@@ -335,7 +336,7 @@ def test_statistics_of_each_ranks_rows_are_an_error_or_a_warning(callbacks: list
     model = keras.Sequential([keras.Input((COLUMNS,)), keras.layers.Normalization(name="n"), keras.layers.Dense(1)])
     model.layers[0].adapt(data_of(rank)[0])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
-    text = "the layer n (Normalization) has another mean and variance on each of these ranks"
+    text = "the ranks disagree on the mean and variance of the layer n (Normalization). Groups"
     if callbacks:
         fit(model, rank, [BroadcastCallback(0)])
         fit(model, rank, [BroadcastCallback(0)])  # Now they are equal.
@@ -709,7 +710,7 @@ def sgd() -> Any:
 # Models that are compiled with a plain optimizer, and what the warning says if each rank trains alone.
 ALONE: dict[str, tuple[Callable[[], Any], str]] = {
     "forgotten": (lambda: new_model(), "the optimizer of compile() is SGD, which does not average gradients. Write"),
-    "own step": (lambda: OwnStep("none"), "no step has communicated. Give compile() an hvd.DistributedOptimizer, or"),
+    "own step": (lambda: OwnStep("none"), "no training step has called a collective. Give compile() an hvd"),
     "tape": (lambda: OwnStep("tape"), ""),
     "allreduce": (lambda: OwnStep("allreduce"), ""),
 }

@@ -461,7 +461,7 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
         rank: int, size: int, begun: Callable, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
     def fail(device: Any, buffer: Any) -> None:
-        raise EngineError("the check of streams needs 96 bytes of GPU memory, which are not free")
+        raise EngineError("the check of CUDA streams needs 96 bytes of GPU memory, and not enough is free")
 
     if rank == 0:
         monkeypatch.setattr(gpu_executor, "check_waiting", fail)
@@ -471,9 +471,9 @@ def test_ranks_whose_streams_wait_and_ranks_that_wait_on_the_host_meet(
             result = mpistrat.allreduce(found.array(np.full(5, rank + step, np.float32)), op=mpistrat.Sum)
             assert (found.values(result) == size * step + size * (size - 1) // 2).all()
     assert runtime.group_of("", 0).engine.controller.executor.device._completes_by_streams == (rank != 0)
-    assert caplog.messages == [f"rank {rank}: the host waits for results of GPU collectives, since streams may "
-                               "not wait: the check of streams needs 96 bytes of GPU memory, which are not free"
-                               ] * (rank == 0)
+    assert caplog.messages == [f"rank {rank}: the host waits for results of GPU collectives, because the check of CUDA "
+                               "streams has not passed: the check of CUDA streams needs 96 bytes of GPU memory, and "
+                               "not enough is free"] * (rank == 0)
 
 
 @pytest.mark.parametrize("begins", ["at once", "later"])

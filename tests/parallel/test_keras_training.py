@@ -286,7 +286,7 @@ def test_the_chief_alone_says_that_the_warm_up_is_done(rank: int, capsys: pytest
     callback = hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2, verbose=1)
     Driver(callback, keras.optimizers.SGD(0.8)).run(4)
     printed = capsys.readouterr().out
-    assert printed == ("\nEpoch 2: the learning-rate warm-up is done, at 0.8.\n" if rank == 0 else "")
+    assert printed == ("\nEpoch 2: the learning-rate warm-up is done. The rate is 0.8.\n" if rank == 0 else "")
 
 
 @pytest.mark.horovod("lr-schedule")

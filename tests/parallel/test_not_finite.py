@@ -86,7 +86,7 @@ def test_the_rank_and_its_tensors_are_named_once(train: Callable[[bool], None], 
     said = [each.getMessage() for each in caplog.records if "Inf or NaN" in each.getMessage()]
     assert len(said) == (rank == size - 1)
     for text in said:
-        assert f"rank {rank} is the first with Inf or NaN in its gradients, {ago} steps ago: those of " in text
+        assert f"rank {rank} was the first with Inf or NaN in its gradients, {ago} steps ago: in those of " in text
         assert "first/kernel" in text and "last/bias" in text
 
 

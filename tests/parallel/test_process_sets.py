@@ -228,7 +228,7 @@ def test_a_set_that_some_rank_cannot_connect_is_an_error_on_all_ranks_and_change
     second = range(1) if failing == "backends_over" else range(max(1, size - 1))
     sets = [mpistrat.ProcessSet(range(1, size)), mpistrat.ProcessSet(second)]
     with monkeypatch.context() as patch, pytest.raises(
-            MpistratError, match=r"^ranks \[0\] cannot connect the process set \[0.*\]: OSError\('no room for"):
+            MpistratError, match=r"^ranks \[0\] cannot connect to the process set \[0.*\]: OSError\('no room for"):
         patch.setattr(process_sets, failing, fails)
         runtime.current().registry.add(sets)
     assert [each.process_set_id for each in sets] == [None, None]

@@ -349,5 +349,5 @@ def test_fit_without_a_broadcast_is_an_error_on_every_rank(weight_decay: float |
 
 
 def test_local_variables_are_an_error_on_every_rank() -> None:
-    with pytest.raises(ValueError, match="a sharded optimizer has no local variables"):
+    with pytest.raises(ValueError, match="a sharded optimizer does not support local variables"):
         hvd.ShardedOptimizer(Optimizers.SGD(0.1)).register_local_var(keras.Variable(1.0))

@@ -63,7 +63,7 @@ def test_reduce_of_a_nested_structure_is_one_collective(strategy: MPIStrategy, r
 def test_gather(strategy: MPIStrategy, way: Callable, axis: int, size: int) -> None:
     def part(r: int) -> np.ndarray:
         return np.full([r + 1, 2] if axis == 0 else [2, r + 1], r)
-    joined = way(lambda v: strategy.gather(v, axis))(per_rank(strategy, part))
+    joined = way(lambda v: strategy.gather(v, tf.constant(axis)))(per_rank(strategy, part))
     np.testing.assert_array_equal(joined, np.concatenate([part(r) for r in range(size)], axis))
 
 

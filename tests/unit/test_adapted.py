@@ -67,9 +67,10 @@ NEW_N = Adapted("n (Normalization)", variable=(0.0, 1.0), is_new=True, is_broadc
 def test_a_difference_names_layer_and_ranks_and_what_to_write() -> None:
     text, may_go_on = problem_of_adapted([[N, A], [N, B], [N, A], [N, NEW]])
     assert not may_go_on
-    assert text == ("the layer words (StringLookup) has another vocabulary on each of these ranks: [0, 2]; [1]; [3]. "
-                    "Call layer.adapt with all rows, before hvd.shard. Or call it on rank 0 only, and then on all ranks"
-                    " layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0)).")
+    assert text == ("the ranks disagree on the vocabulary of the layer words (StringLookup). Groups of ranks that "
+                    "agree: [0, 2]; [1]; [3]. Call layer.adapt with all rows, before hvd.shard. Or call it on rank 0 "
+                    "only, and then run on all ranks: "
+                    "layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0)).")
 
 
 @pytest.mark.parametrize(("states", "is_said", "may_go_on"), [
@@ -80,7 +81,7 @@ def test_a_difference_names_layer_and_ranks_and_what_to_write() -> None:
 def test_what_the_broadcast_callback_makes_equal_is_no_error(states: list, is_said: bool, may_go_on: bool) -> None:
     text, goes_on = problem_of_adapted(states)
     assert (bool(text), goes_on) == (is_said, may_go_on)
-    assert ("BroadcastGlobalVariablesCallback broadcasts only what its root" in text) == (is_said and may_go_on)
+    assert ("BroadcastGlobalVariablesCallback gives all ranks its root's" in text) == (is_said and may_go_on)
 
 
 LOOKUP = keras.layers.StringLookup(vocabulary=["a"])

@@ -125,7 +125,7 @@ def test_a_function_of_another_kind_is_not_used(run: Any, library: Callable, mon
     library(run)
     assert c_api.is_deleted_by_tensorflow() is None
     monkeypatch.setattr(kernel, "is_deleted_by_tensorflow", c_api.is_deleted_by_tensorflow)
-    assert "completion functions of an unknown kind" in kernel.why_not.__wrapped__()
+    assert "completion functions of a type that mpistrat does not know" in kernel.why_not.__wrapped__()
 
 
 def test_nothing_is_tried_with_another_standard_library(monkeypatch: pytest.MonkeyPatch, library: Callable) -> None:
@@ -262,7 +262,7 @@ def test_a_graph_whose_target_is_gone_says_so() -> None:
     step(tf.ones([1]))
     number, = [number for number, known in kernel._targets.items() if known is target]
     del kernel._targets[number]
-    with pytest.raises(tf.errors.UnknownError, match="was deleted, or in another process"):
+    with pytest.raises(tf.errors.UnknownError, match="was deleted, or was created by another process"):
         step(tf.ones([1]))
 
 
@@ -356,8 +356,8 @@ def test_where_the_stream_does_not_wait_the_host_does(
     monkeypatch.setattr(type(device), "wait", wait)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([] if why == "setting" else [
-        "rank 0: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for them: memory was "
-        "read before it was complete: 0 instead of 1"])
+        "rank 0: the host waits for reductions on the GPU, because the check of TensorFlow's CUDA stream has not "
+        "passed: a stream read memory before it was written: 0 instead of 1"])
     assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
 
 
@@ -372,7 +372,7 @@ def test_a_way_that_the_driver_refuses_is_done_without(refused: str, served: lis
 def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = np.zeros(2**10, np.float32)
     monkeypatch.setattr(kernel, "lent", lambda *_: kernel.Memory([zeros.ctypes.data], [], [], []))
-    with pytest.raises(Exception, match="before it was complete"):
+    with pytest.raises(Exception, match="before it was written"):
         check(device.current_stream(), device, WHERE)
 
 
@@ -410,7 +410,7 @@ def test_the_driver_is_asked_for_an_event_of_the_context(device: Any, monkeypatc
 def test_xla_tells_no_stream_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpistrat.tensorflow.xla import ffi
     if ffi.api() is None:
-        with pytest.raises(EngineError, match="hides its stream"):
+        with pytest.raises(EngineError, match="does not tell mpistrat its CUDA stream"):
             streams.stream_of_handler(Device(), WHERE)
         return
     with pytest.raises(tf.errors.OpError, match="stream"):

@@ -153,7 +153,7 @@ def test_help_of_a_script_runs_it_once_without_mpirun(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-m", "mpistrat", "run", "-np", "2", str(script), "--help"],
                           capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (5, "['--help'] False\n")
-    assert done.stderr == "mpistrat run: --help among the arguments: the command runs once, without mpirun\n"
+    assert done.stderr == "mpistrat run: --help is among the arguments, so the command runs once, without mpirun\n"
 
 
 SCRIPT = "print('a')\nprint(\"b\")\n"
@@ -173,7 +173,7 @@ def test_a_script_from_stdin_is_given_to_each_rank(words, expected, tmp_path) ->
 
 
 @pytest.mark.parametrize(("content", "words", "complaint"), [
-    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes, but may have 131071 bytes of text. Write "),
+    (b"#" * 200_000, ["python"], "the script on stdin has 200000 bytes; the limit is 131071 bytes of text. Write "),
     (b"\0", ["python", "-"], "has 1 bytes"),
     (b"1", ["python", "-i"], "Python without a script is interactive, which is impossible on several")])
 def test_a_script_from_stdin_that_ranks_cannot_get_is_refused(content, words, complaint, tmp_path) -> None:
@@ -309,8 +309,8 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 5000 true", "-np 5000 is more than 100 ranks for each slot; there are 4 slots (the 4 cores of this host)"),
     ("-np 0 true", "-np: 0 is not a number of ranks; write for example: -np 2"),
     ("-np two true", "-np: two is not a number of ranks"),
-    ("-np auto --hostfile {file} true", "-np auto does not know how many ranks hosts without a number (node1) can"),
-    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds of at least 0"),
+    ("-np auto --hostfile {file} true", "-np auto cannot choose the number of ranks for hosts without a number (no"),
+    ("-np 2 --grace-period -1 true", "--grace-period: -1 is not a number of seconds, 0 or more"),
     ("-np", "-np needs a value"),
     ("-np 2 --start-timeout 0 true", "--start-timeout 0 is not a number of seconds above 0"),
     ("-np 2 --start-timeout nan true", "--start-timeout nan is not a number of seconds above 0"),
@@ -360,7 +360,7 @@ def test_each_command_has_help(capsys, command) -> None:
 
 @pytest.mark.parametrize("argv, complaint", [
     (["rnu"], "'rnu' is not a command. Did you mean run?"),
-    (["-np", "2", "python"], "write -np after the name of a command, for example: mpistrat run -np 2"),
+    (["-np", "2", "python"], "-np belongs after the name of a command, for example: mpistrat run -np 2"),
 ])
 def test_an_unknown_command(capsys, argv, complaint) -> None:
     assert main(argv) == 2

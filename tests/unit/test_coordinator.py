@@ -333,7 +333,7 @@ A = allreduce("a", 3)
     ({"root_rank": 1}, "root rank: 0 on ranks [0, 1]; 1 on ranks [2]"),
     ({"device": "gpu"}, "device: cpu on ranks [0, 1]; gpu on ranks [2]"),
     ({"wire_dtype": "float16"}, "compression: none on ranks [0, 1]; float16 on ranks [2]"),
-    ({"layout": ((1,),)}, "which tensors of the list there are: [0] on ranks [0, 1]; [1] on ranks [2]"),
+    ({"layout": ((1,),)}, "which tensors of the list they submit: [0] on ranks [0, 1]; [1] on ranks [2]"),
     ({"layout": ((0,),)}, "how the list is packed (the packing depends on whether the call is eager or in a "
                           "tf.function, on shapes that are known or unknown when the tf.function is traced, and on "
                           "whether the tensors are on a GPU or on the CPU): one by one on ranks [0, 1]; ((0,),) on "
@@ -517,7 +517,7 @@ def test_a_report_of_many_stalls_is_short() -> None:
     text = job.nodes[0].stalls.report(61.0)
     assert "t5: " in text
     assert "t6: " not in text
-    assert "And 44 more tensors." in text
+    assert "And 44 more tensors are incomplete." in text
 
 
 @pytest.mark.parametrize("size", [2, 18, 40])
@@ -532,7 +532,7 @@ def test_a_stall_ends_all_engines_in_the_end(size: int) -> None:
     assert end is EndReason.STALL
     assert "a: ranks [" in text
     assert f"have waited 601 s for ranks [{size - 1}], which wait for no collective." in text
-    assert text.endswith("Ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
+    assert text.endswith("The engines have ended after 600 s (MPISTRAT_STALL_SHUTDOWN_TIME_SECONDS).")
     job.forget_messages()
     job.submit(size - 1, allreduce("a")).settle(1e6)
     assert job.end() == (end, text) and job.decisions == []  # It ends once, and rank 0 decides nothing more.
@@ -624,8 +624,8 @@ def test_a_stall_of_a_whole_host_may_be_for_the_network(present: tuple[int, ...]
             root.submit(allreduce("a"), 0.0)
     _, decision = root.advance(ABORT_S + 1)
     assert decision is not None and decision.end is EndReason.STALL
-    assert ("Or the network between the hosts here and there is down or loses what is sent: no rank there has called a."
-            in decision.end_text) == is_named
+    assert ("Or the network between the hosts here and there is down or loses what is sent: no rank on the other side "
+            "has called a." in decision.end_text) == is_named
 
 
 @pytest.mark.parametrize("answers", [False, True])
@@ -640,7 +640,8 @@ def test_a_stall_of_some_ranks_of_a_host_that_does_not_answer_may_be_for_the_net
         root.receive(1, Announcement(places=((3, "in the main thread"),)).to_bytes(), ABORT_S - 1)
     _, decision = root.advance(ABORT_S + 1)
     assert decision is not None and decision.end is EndReason.STALL
-    network = "Or the network between the hosts here and there is down or loses what is sent: no rank there answers."
+    network = ("Or the network between the hosts here and there is down or loses what is sent: no rank on the other "
+               "side answers.")
     assert (network in decision.end_text) is not answers
 
 

@@ -130,7 +130,7 @@ def test_what_ranks_say_is_read_among_other_lines() -> None:
             {"kind": "mpi", "rank": 0, "size": 2, "vendor": "Open MPI", "version": "5.0.11", "shared_memory": ""},
             {"kind": "link", **dataclasses.asdict(LINK)}, {"kind": "silence", "ranks": [0, 2], "hosts": ["a", "b"]},
             {"kind": "error", "rank": 1, "text": "no"}, {"kind": "allreduce", **RIGHT},
-            *({"kind": "gpu", "rank": rank, "right": True, "findings": ["streams that wait: proved"]}
+            *({"kind": "gpu", "rank": rank, "right": True, "findings": ["check of CUDA streams: passed"]}
               for rank in (1, 0))]
     lines = [f"[1,0]<stdout>: {MARK}{json.dumps(each)}" for each in said]
     printed = "\n".join(["noise", *lines, MARK + '{"kind": "fa'])
@@ -138,9 +138,9 @@ def test_what_ranks_say_is_read_among_other_lines() -> None:
     assert observed == Observed(
         2, [healthy(0), healthy(1)], [MpiFacts(0, 2, "Open MPI 5.0.11")], [LINK], [("a", "b")], {}, "", {"": 2},
         {1: "no"}, RIGHT, "exit code 3", "line",
-        [{"rank": rank, "right": True, "findings": ["streams that wait: proved"]} for rank in (0, 1)])
+        [{"rank": rank, "right": True, "findings": ["check of CUDA streams: passed"]} for rank in (0, 1)])
     assert _measured(observed)[-3:] == [
-        *(f"  rank {rank}, GPU: all-reduce right; streams that wait: proved" for rank in (0, 1)), ""]
+        *(f"  rank {rank}, GPU: all-reduce right; check of CUDA streams: passed" for rank in (0, 1)), ""]
 
 
 def test_facts_of_this_machine_are_plausible() -> None:

@@ -94,11 +94,11 @@ def without_rows(times: Mapping[int, StepTimes], is_global: bool) -> dict[int, S
     (ONE, TWO, "2 ranks train 1.57 times as fast as one, an efficiency of 79%: 252 rows per second, and 160 on one "
                "rank."),
     (without_rows(ONE, False), without_rows(TWO, False), "2 ranks train 1.6 times as fast as one, an efficiency of "
-     "80%: 4 steps per second, and 5 on one rank, if each rank's batch is as large as that of one rank."),
+     "80%: 4 steps per second, and 5 on one rank, if each rank's batch is as large as that of the one rank."),
     (without_rows(ONE, True), without_rows(TWO, True), "2 ranks train 0.8 times as fast as one, an efficiency of 40%: "
      "4 steps per second, and 5 on one rank."),
     (ONE, WAITS, "2 ranks train 1.57 times as fast as one, an efficiency of 79%: 252 rows per second, and 160 on one "
-                 "rank; collectives took 30% of the time on average (75% of it behind the backward pass); the "
+                 "rank; collectives took 30% of the time on average (75% of it during the backward pass); the "
                  "slowest was rank 1, for which the others waited 20% of their time."),
 ])
 def test_the_sentence(one: Mapping[int, StepTimes], two: Mapping[int, StepTimes], expected: str) -> None:
@@ -136,7 +136,7 @@ def test_busy_cores_are_told_at_first(capsys: Any, monkeypatch: pytest.MonkeyPat
     options = argparse.Namespace(efficiency=9, np=2)
     monkeypatch.setattr("mpistrat.cli.elastic_run.is_asked_for", lambda _: False)
     assert measure_efficiency(options, lambda *_: Outcome(7, "")) == 7
-    assert ("other processes use the cores: in the last five minutes 1000000.0 on" in capsys.readouterr().err
+    assert ("other processes use the cores: the load of the last 5 minutes is 1000000.0 on" in capsys.readouterr().err
             ) == is_told
 
 

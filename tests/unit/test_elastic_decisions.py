@@ -505,7 +505,7 @@ def test_a_loss_before_all_ranks_have_left_init_is_not_waited_for() -> None:
     job.hello("a", 1, 101, 1, is_connected=True)
     job.died("a", 101, 1, 1.0)
     assert job.tick(2.9) == []
-    assert job.tick(3.1) == [Stop(1, "a rank was lost before all had left init()")]
+    assert job.tick(3.1) == [Stop(1, "a rank was lost before all ranks had left init()")]
 
 
 @pytest.mark.parametrize(("code", "wanted"), [(7, 7), (0, 1), (PREEMPTED_CODE, 1)])

@@ -17,7 +17,7 @@ Rank 1 on vm is here, in the main thread:
   File "/home/user/train.py", line 21, in <module>
     time.sleep(10000)
 
-Its last collectives: x (5.4 s ago) Ended after 8 s."""
+Its last collectives: x (5.4 s ago) The engines have ended after 8 s."""
 STALLED = f"""Graph execution error:
 
 Detected at node PyFuncStateless defined at (most recent call last):

@@ -75,7 +75,7 @@ def test_hosts_are_probed_five_times_within_the_limit_and_no_more_than_once_a_se
     ("CPU_OPERATIONS", ["best"], "one of auto, shared_memory, mpi"),
     ("GPU_OPERATIONS", ["hierarchical", "mpi"], "one of auto, nccl, staged, host"),  # They were there once.
     ("LOG_LEVEL", ["best"], "one of debug, info, warning, error"),
-    *(("DISABLE", [text], "none, or one or more of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
+    *(("DISABLE", [text], "'none', or one or more of fast_path, fixed_input, shadow, small_buckets, stream_order, xla, "
        f"separated by commas. Unknown: '{word}'")
       for text, word in (("xla,votes", "votes"), ("none,xla", "none"), ("", "")))])
 def test_a_wrong_value_is_an_error_that_says_what_is_expected(name: str, texts: list[str], expected: str) -> None:

@@ -86,7 +86,7 @@ def test_callbacks_that_may_set_a_rate_on_some_ranks_only_are_named() -> None:
     found = setters([keras.callbacks.ReduceLROnPlateau(), Mine(), keras.callbacks.CSVLogger("a.csv")])
     assert found == ("Mine", "ReduceLROnPlateau")
     text = problem_of_rates([step(0.1, *found), step(0.2, "Mine"), step(0.1, "Mine")])
-    assert text.endswith("Only ranks [0] have a ReduceLROnPlateau: give it to the callbacks of all ranks.")
+    assert text.endswith("Only ranks [0] have a ReduceLROnPlateau: pass it to fit on all ranks.")
 
 
 def test_rates_are_those_of_all_parts_of_an_optimizer() -> None:
@@ -268,7 +268,7 @@ def test_gathered_rows_are_those_of_the_ranks_in_their_order() -> None:
 def test_the_error_names_the_first_variable_the_ranks_and_what_to_write() -> None:
     text = describe_weights(["kernel", "bias", "scale"], [[A, A, A, A], [A, A, B, A], [B, A, A, C]])
     assert text.startswith("the ranks train different weights: the values of bias differ between ranks [0, 2] and "
-                           "[1]. So do 1 more of 3 variables. Broadcast them before training: ")
+                           "[1]. The same holds for 1 more of 3 variables. Broadcast the weights before training: ")
     assert "add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks" in text
     assert "hvd.broadcast_variables(model.weights, root_rank=0)" in text
 

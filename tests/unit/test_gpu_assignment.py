@@ -25,8 +25,8 @@ def test_the_ranks_of_a_host_take_its_gpus_in_order(ranks: int, gpus: int, indic
     (2, 0, "-1", "no GPU is visible (CUDA_VISIBLE_DEVICES=-1); training on the CPU", False),
     (2, 0, "", "no GPU is visible (CUDA_VISIBLE_DEVICES=); training on the CPU", False),
     (1, 1, None, "one rank, one GPU", False),
-    (4, 8, None, "4 ranks use a GPU each, of 8", False),
-    (2, 2, "5,7", "2 ranks use a GPU each, of 2 (CUDA_VISIBLE_DEVICES=5,7)", False),
+    (4, 8, None, "4 ranks use one GPU each; 8 GPUs are visible", False),
+    (2, 2, "5,7", "2 ranks use one GPU each; 2 GPUs are visible (CUDA_VISIBLE_DEVICES=5,7)", False),
     (3, 2, None, "3 ranks share 2 GPUs; NCCL needs one rank per GPU", True),
     (3, 1, None, "3 ranks share the host's only GPU", True),
     (2, 1, "1", "each rank uses the GPU that its CUDA_VISIBLE_DEVICES names (1)", False),
@@ -105,11 +105,11 @@ def test_init_of_a_framework_pins_the_gpu(door: str, module: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda config: setattr(config, "visible", ["GPU:1"]), "this process has chosen 1 of 2 GPUs"),
-    (lambda config: setattr(config, "visible", []), "this process has chosen 0 of 2 GPUs"),
-    (lambda config: config.logical.append("GPU:1"), "this process has configured logical GPUs"),
-    (lambda config: setattr(config, "error", "cannot be modified after being initialized."),
-     "pin_gpu() comes too late: cannot be modified after being initialized. Call it right after init()."),
+    (lambda config: setattr(config, "visible", ["GPU:1"]), "this process has already chosen 1 of 2 GPUs"),
+    (lambda config: setattr(config, "visible", []), "this process has already chosen 0 of 2 GPUs"),
+    (lambda config: config.logical.append("GPU:1"), "this process has already configured logical GPUs"),
+    (lambda config: setattr(config, "error", "cannot be modified after being initialized"),
+     "pin_gpu() comes too late (cannot be modified after being initialized). Call init() earlier."),
 ], ids=["one visible", "none visible", "logical", "in use"])
 def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], object], reason: str, module: Any,
                                                  caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +118,7 @@ def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], obje
         module.init()
     assert module.tf.config.calls == []
     assert [(record.levelname, record.getMessage()) for record in caplog.records if "GPU" in record.getMessage()] == [
-        ("DEBUG", f"rank 0: TensorFlow's GPUs stay as they are: {reason}")]
+        ("DEBUG", f"rank 0: mpistrat chooses no GPU for this rank: {reason}")]
 
 
 def test_a_setting_turns_it_off(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_old_scripts_may_choose_after_init() -> None:
 @pytest.mark.parametrize(("attribute", "value", "calls", "said"), [
     ("error", "", PINNED, ""),
     ("visible", ["GPU:1"], [], ""),  # Logical GPU 0 is physical GPU 1.
-    ("error", "Visible devices cannot be modified after being initialized.", [],
-     "may take memory on all of its GPUs: pin_gpu() comes too late")], ids=["pinned", "chosen", "too late"])
+    ("error", "Visible devices cannot be modified after being initialized", [],
+     "may take memory on all GPUs of this host: pin_gpu() comes too late")], ids=["pinned", "chosen", "too late"])
 def test_a_strategy_pins_its_gpu_unless_the_process_has_chosen_one_or_uses_them(
         attribute: str, value: Any, calls: list[Any], said: str, module: Any, caplog: pytest.LogCaptureFixture) -> None:
     strategy = pytest.importorskip("mpistrat.strategy.mpi_strategy", exc_type=ImportError)

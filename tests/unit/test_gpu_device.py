@@ -108,7 +108,7 @@ def test_cupy_makes_machine_code_of_the_kernel() -> None:
 
 @pytest.mark.usefixtures("architecture")
 def test_code_that_is_refused_is_an_error_with_the_compilers_words() -> None:
-    with pytest.raises(EngineError, match=r"(?s)a kernel cannot be compiled: .*error"):
+    with pytest.raises(EngineError, match=r"(?s)a CUDA kernel cannot be compiled .*error"):
         compiled("this is no C++")
 
 

@@ -94,7 +94,7 @@ def test_an_error_of_the_driver_names_the_call(library: Library) -> None:
 
 
 def test_a_call_that_the_driver_lacks_is_named(library: Library) -> None:
-    with pytest.raises(EngineError, match="CUDA's driver has no cuCtxRecordEvent"):
+    with pytest.raises(EngineError, match="CUDA's driver has no function cuCtxRecordEvent"):
         driver.record_in_context(OWN, 8)
 
 

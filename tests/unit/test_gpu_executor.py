@@ -192,8 +192,9 @@ def test_no_buffers_are_kept_where_there_is_no_room_for_all() -> None:
     (1000, "unused", None, ": the GPUs of ranks [0] have no memory left for fusion buffers"),
     (2**40, "unique_id", RuntimeError("no socket interface found"),
      ": NCCL cannot be used (rank 0: RuntimeError: no socket interface found)"),
-    (2**40, "compile", EngineError("a kernel cannot be compiled"),
-     ": NCCL cannot be used (rank 0: EngineError: a kernel cannot be compiled)")], ids=["memory", "socket", "compiler"])
+    (2**40, "compile", EngineError("a CUDA kernel cannot be compiled"),
+     ": NCCL cannot be used (rank 0: EngineError: a CUDA kernel cannot be compiled)")],
+    ids=["memory", "socket", "compiler"])
 def test_without_memory_and_with_an_error_tensors_are_staged_with_one_warning(
         free_bytes: int, method: str, error: Exception | None, text: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +297,7 @@ def test_a_gpu_that_does_not_get_done_ends_the_engine_in_time(stuck: Job) -> Non
     stuck.now = 11.0
     waiting = next_of(stuck, handle)
     stuck.engine.start()
-    with pytest.raises(EngineError, match=r"the GPU of rank 0 has not done a/b in 11 s; another rank may have died"):
+    with pytest.raises(EngineError, match=r"the GPU of rank 0 has not finished a/b in 11 s; another rank may"):
         waiting.wait(30)
     stuck.engine.end()
     assert ("abort",) in stuck.device.log
@@ -317,7 +318,7 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
                                                                          caplog: pytest.LogCaptureFixture) -> None:
     wait = Device.wait
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: stream.ptr == 2 or wait(self, stream, event))
-    with pytest.raises(RefutedError, match="memory was read before it was complete: 0 instead of 77"):
+    with pytest.raises(RefutedError, match="a stream read memory before it was written: 0 instead of 77"):
         check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.undo()
     device = Device()
@@ -331,8 +332,9 @@ def test_streams_that_do_not_wait_are_not_relied_on_and_a_warning_says_so(monkey
     job.settle()
     assert values_of(handle) == [[1, 1, 1]]
     warning, = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning == "rank 0: the host waits for results of GPU collectives, since streams may not wait: too early"
-    assert "rank 0: checks of the GPU path: streams that wait: too early" in caplog.messages
+    assert warning == "rank 0: the host waits for results of GPU collectives, because the check of CUDA streams has " \
+        "not passed: too early"
+    assert "rank 0: GPU checks: check of CUDA streams not passed: too early" in caplog.messages
 
 
 def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,8 +114,8 @@ def test_without_cupy_eager_tensors_and_graphs_go_by_way_of_the_host_with_one_wa
         assert call_site.device_of([tf.zeros([2])]) is None
     mpistrat.shutdown()
     assert [message for message in caplog.messages if "cupy" in message] == [
-        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}. If "
-        "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
+        f"rank 0: TensorFlow's GPU tensors are copied to the host and reduced there as CPU tensors: {reason}. If other "
+        "ranks do not log this warning, set MPISTRAT_GPU_OPERATIONS=host on all ranks."]
 
 
 def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,8 @@ def test_gpus_that_the_script_has_hidden_are_not_there(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lacking, reason", [
     ("api", f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"),
-    ("old TensorFlow", f"TensorFlow {tf.__version__} hides its stream (2.21 does not); the driver has no such call"),
+    ("old TensorFlow", f"TensorFlow {tf.__version__} does not tell mpistrat its CUDA stream (TensorFlow 2.21 does); "
+                       "the driver has no such call"),
     ("stream", "XLA gives no stream; the driver has no such call")])
 def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
         lacking: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,8 +153,8 @@ def test_what_is_lacking_on_the_way_to_the_stream_is_in_one_warning(
     mpistrat.shutdown()
     assert "MpistratAsyncCollective" not in {operation.type for operation in graph.get_operations()}
     assert [message for message in caplog.messages if "GPU" in message] == [
-        f"rank 0: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: {reason}. If "
-        "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them."]
+        f"rank 0: TensorFlow's GPU tensors are copied to the host and reduced there as CPU tensors: {reason}. If other "
+        "ranks do not log this warning, set MPISTRAT_GPU_OPERATIONS=host on all ranks."]
 
 
 @pytest.mark.parametrize("on_gpu, node, buckets", [(True, "MpistratAsyncCollective", 2), (False, "PyFunc", 3)])

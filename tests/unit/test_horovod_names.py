@@ -32,8 +32,8 @@ BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", 
 @pytest.mark.parametrize(("module", "name", "text"), [
     *((each, "mxnet", rf"^module '{each}' has no attribute 'mxnet': there is no binding") for each in WITH_A_DOOR),
     *((each, "spark", r"spark.*mpistrat\.run\(function, np=2\)") for each in WITH_A_DOOR),
-    ("mpistrat.keras", "run", r"it is mpistrat\.run\(function, np=2\)"),
-    ("mpistrat.tensorflow", "run", r"it is mpistrat\.run\(function, np=2\)"),
+    ("mpistrat.keras", "run", r"use mpistrat\.run\(function, np=2\)"),
+    ("mpistrat.tensorflow", "run", r"use mpistrat\.run\(function, np=2\)"),
     ("mpistrat.keras", "join", r"it is in mpistrat\.tensorflow\. .*uneven=\"join\"")])
 def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str, name: str, text: str) -> None:
     with pytest.raises(AttributeError, match=text):
@@ -68,8 +68,8 @@ def test_no_name_that_is_explained_is_there() -> None:
 def test_a_package_below_that_is_not_imported_says_how() -> None:
     code = "import mpistrat\ntry: mpistrat.tensorflow\nexcept AttributeError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == ("module 'mpistrat' has no attribute 'tensorflow': it is a module that is imported by "
-                           "itself: import mpistrat.tensorflow.\n")
+    assert done.stdout == ("module 'mpistrat' has no attribute 'tensorflow': it is a module of its own. Write: "
+                           "import mpistrat.tensorflow\n")
 
 
 @pytest.mark.parametrize(("path", "name", "found"), [

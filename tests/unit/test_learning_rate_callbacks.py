@@ -55,7 +55,7 @@ def test_the_warm_up_prints_the_rate_without_float_of_a_variable(no_float: None,
     callback.on_epoch_begin(0)
     callback.on_train_batch_begin(0)
     callback.on_epoch_end(0, {})
-    assert "the learning-rate warm-up is done, at 0.25" in capsys.readouterr().out
+    assert "the learning-rate warm-up is done. The rate is 0.25" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [

@@ -126,7 +126,7 @@ def test_what_nccl_lacks_is_named(dtype: str, op: ReduceOp) -> None:
 def test_what_does_not_fit_into_a_buffer_is_refused() -> None:
     job = Job(buffer_bytes=64)
     two = job.arrays(np.ones(4), np.ones(5))
-    assert "do not fit into a fusion buffer of 64" in job.plane.why_not(two, ReduceOp.SUM)
+    assert "exceed the 64 bytes of a fusion buffer" in job.plane.why_not(two, ReduceOp.SUM)
     assert job.plane.why_not(job.arrays(np.ones(1000)), ReduceOp.SUM) == "", "a single tensor needs no buffer"
 
 
@@ -262,10 +262,10 @@ def test_a_part_of_a_reduction_is_kept(dtype: str, prescale: float, scale: Scale
 def test_what_is_scattered_by_way_of_a_buffer_must_fit_into_it() -> None:
     job = Job(buffer_bytes=64)
     large, = job.arrays(np.ones(17, np.int16))
-    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(large, Reduction(ReduceOp.SUM, 1.0))
+    assert "exceed the 64 bytes of a fusion buffer" in job.plane.why_not_scatter(large, Reduction(ReduceOp.SUM, 1.0))
     floats, = job.arrays(np.ones(17, np.float32))
     assert job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 1.0)) == ""
-    assert "do not fit into a fusion buffer of 64" in job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 0.5))
+    assert "exceed the 64 bytes of a fusion buffer" in job.plane.why_not_scatter(floats, Reduction(ReduceOp.SUM, 0.5))
     assert job.plane.why_not_scatter(job.arrays(np.ones(1, complex))[0], Reduction(ReduceOp.PRODUCT)) == \
         "NCCL has no product of complex128"
 

@@ -37,7 +37,7 @@ def test_the_tensors_of_the_first_rank_are_named_when_the_weights_are_lost(
     for _ in range(2):
         watch.look(own, averaged(own, value))
     watch.conclude(LOST)
-    assert "rank 3 is the first with Inf or NaN in its gradients, 2 steps ago: those of layer1, layer4, of 5 tensors" \
+    assert "rank 3 was the first with Inf or NaN in its gradients, 2 steps ago: in those of layer1, layer4 (5 tensors" \
         in caplog.text
     watch.conclude(LOST)
     assert len(caplog.records) == 1 and watch.is_done
@@ -66,7 +66,7 @@ def test_without_a_look_at_the_weights_many_steps_decide(caplog: pytest.LogCaptu
     for number in range(_CERTAIN):
         watch.look(entry(4), averaged(entry()))
         watch.look(entry(labels=("another",) * len(SHAPES)), averaged(entry(), np.nan if number else 1.0))
-    assert f"{_CERTAIN} steps ago: those of layer4, of 5 tensors" in caplog.text
+    assert f"{_CERTAIN} steps ago: in those of layer4 (5 tensors were reduced together)" in caplog.text
 
 
 def test_one_value_of_many_tensors_in_the_last_layer_is_enough() -> None:

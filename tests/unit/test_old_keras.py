@@ -115,7 +115,7 @@ def test_an_optimizer_of_keras_2_is_distributed_beside_keras_3(door: str) -> Non
 def test_an_optimizer_of_tensorflow_1_is_refused_with_what_to_write() -> None:
     import mpistrat.keras as hvd
     with pytest.raises(ValueError, match=r"AdamOptimizer object at .*, which is an optimizer of TensorFlow 1: take one "
-                                         r"of keras\.optimizers for a Keras model, or average its gradients with "):
+                                         r"of keras\.optimizers for a Keras model, or average the gradients with "):
         hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer(0.1))
 
 

@@ -145,7 +145,7 @@ def test_what_has_no_rows_is_an_error_that_names_it(data: tuple[Any, ...], messa
 
 @pytest.mark.parametrize(("uneven", "text"), [
     ("drop", "2 rows are too few for 3 ranks"), ("pad", "2 rows are too few for 3 ranks"),
-    ("repeat", r'uneven is "drop" or "pad"\. Received: \'repeat\'')])
+    ("repeat", r'uneven must be "drop" or "pad"\. Received: \'repeat\'')])
 def test_fewer_rows_than_ranks_and_another_value_of_uneven_are_errors(uneven: str, text: str, place: Any) -> None:
     place(2, 3)
     with pytest.raises(mpistrat.InvalidRequestError, match=text):

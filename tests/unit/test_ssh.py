@@ -32,7 +32,7 @@ def why_unreachable(hosts: list[str], environ: dict[str, str], *needed: str) -> 
     ("ssh: Could not resolve hostname b: Name or service not known",
      "Correct the name in -H or in the hostfile; `getent hosts b` must find it."),
     ("root@b: Permission denied (publickey).",
-     "Your key is not accepted there: `ssh-copy-id b`, or --ssh-identity-file."),
+     "Your key is not accepted there. Type `ssh-copy-id b`, or use --ssh-identity-file."),
     ("@@@@@\nHost key verification failed.", "Connect once by hand to accept the host key: `ssh b`."),
     ("ssh: connect to host b port 22: Connection refused", "No ssh server listens on this port; set --ssh-port."),
     ("ssh: connect to host b port 22: Connection timed out", "Check that the host is on and no firewall blocks ssh.")])

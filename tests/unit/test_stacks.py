@@ -134,8 +134,8 @@ def test_without_py_spy_the_command_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     others = {3: Process(7, 0, 0, 0)}
-    assert error_text.look(others, 3).startswith('\n"py-spy dump --pid 7" shows where rank 3 is, if you ')
-    assert error_text.look(others, 4) == '\n"py-spy dump --pid PID" on its host shows where rank 4 is.'
+    assert error_text.look(others, 3).startswith('\nTo see where rank 3 is: pip install py-spy, and then ')
+    assert error_text.look(others, 4) == '\nTo see where rank 4 is, run "py-spy dump --pid PID" on its host.'
 
 
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed (pip install py-spy)")

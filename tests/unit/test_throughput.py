@@ -40,7 +40,7 @@ def test_the_line_has_three_figures_or_all_before_the_point(per_second: float, t
     ((4.1, 0.5), "collectives took 33% of the time on average; the slowest was rank 3 on b, for which the others "
                  "waited 36% of their time."),
     ((1.0, 0.9), "collectives took 20% of the time on average, and no rank was slower than the others."),
-    ((1.0, 1.0, 1.5), "collectives took 20% of the time on average (75% of it behind the backward pass), and no "
+    ((1.0, 1.0, 1.5), "collectives took 20% of the time on average (75% of it during the backward pass), and no "
      "rank was slower than the others."),
 ])
 def test_the_line_says_who_was_waited_for_and_how_much_was_hidden(waiting: tuple[float, ...], end: str) -> None:

@@ -183,9 +183,9 @@ def test_what_is_reduced_before_the_last_gradient_is_hidden() -> None:
 
 @pytest.mark.parametrize(("others", "reason"), [
     ([], "nothing else was ready"),
-    ([record(number=1, dtype="float16")], "what else was ready has another dtype than float32"),
+    ([record(number=1, dtype="float16")], "only collectives of another dtype than float32 were ready"),
     ([record(number=1)], "the fusion buffer was full"),
-    ([record(number=1, op="max")], "what else was ready is another operation"),
+    ([record(number=1, op="max")], "only collectives of another kind, op or device were ready"),
     ([record(number=1, kind="allgather", op="")], "nothing else was ready"),
 ])
 def test_why_an_operation_was_not_fused(others: list[Record], reason: str) -> None:
@@ -442,7 +442,7 @@ def test_a_second_start_is_a_warning(job: Job, tmp_path: Path) -> None:
         job.tracers[0].start_timeline(str(tmp_path / name), False)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     warning, = job.warnings
-    assert "a.json is being written. Call stop_timeline() first" in warning
+    assert "a.json is still being written. Call stop_timeline() first" in warning
 
 
 def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_path_that_cannot_be_written_is_a_warning(job: Job, tmp_path: Path) ->
     job.work(1)
     job.tracers[0].stop_timeline()
     warning, = job.warnings
-    assert warning.startswith("mpistrat: there is no timeline: ") and "none/f.json" in warning
+    assert warning.startswith("mpistrat: the timeline cannot be created: ") and "none/f.json" in warning
 
 
 @pytest.mark.parametrize("failing", [["add"], ["close"], ["add", "close"]], ids="+".join)
@@ -473,7 +473,7 @@ def test_a_rank_that_does_not_answer_is_named(job: Job, tmp_path: Path, monkeypa
     job.tracers[0].start_timeline(str(tmp_path / "f.json"), False)
     job.tracers[0].stop_timeline()
     warning, = job.warnings
-    assert "ranks [1] have not sent their last operations in 0.05 s" in warning
+    assert "ranks [1] did not send their last operations within 0.05 s" in warning
 
 
 def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_what_was_too_fast_to_be_read_is_counted(job: Job, tmp_path: Path) -> No
         job.work(1)
     job.tracers[0].stop_timeline()
     warning, = job.warnings
-    assert "1500 operations came faster than they could be read" in warning
+    assert "1500 operations are missing, because they came faster than they could be recorded" in warning
 
 
 def test_a_second_part_of_a_job_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,7 +510,7 @@ def test_messages_that_cannot_be_sent_do_not_pile_up(job: Job, tmp_path: Path, m
     job.carries.set()
     job.tracers[0].stop_timeline()
     warning, = job.warnings
-    assert "operations came faster than they could be read" in warning
+    assert "operations are missing, because they came faster than they could be recorded" in warning
 
 
 @pytest.mark.parametrize(("variables", "warning"), [
@@ -609,7 +609,7 @@ def test_what_ranks_tell_is_one_file_on_the_clock_of_rank_0(tmp_path: Path, monk
     assert all(len(line) < 3900 for lines in ranks for line in lines)
     sentence = last.save(ranks)
     path, = tmp_path.glob(".mpistrat/*.json")
-    assert sentence == f"the last operations of ranks [0, 2]: mpistrat timeline .mpistrat/{path.name}"
+    assert sentence == f"the last operations of ranks [0, 2] are shown by: mpistrat timeline .mpistrat/{path.name}"
     assert (tmp_path / ".mpistrat" / ".gitignore").read_text() == "*\n"
     found = records_in(str(path))[0]
     assert len(found) == 501
@@ -633,7 +633,7 @@ def test_ranks_that_did_nothing_leave_no_file(tmp_path: Path, monkeypatch: pytes
 def test_a_disk_that_is_full_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "pwrite", is_full)
-    assert " are not written: [Errno 28] No space left on device: '.mpistrat/" in last.save([told(1, [record(1, 1)])])
+    assert " cannot be written: [Errno 28] No space left on device: '.mpistrat/" in last.save([told(1, [record(1, 1)])])
     assert list(tmp_path.glob(".mpistrat/*.json")) == []
 
 
@@ -675,6 +675,6 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(
         patched.chdir(tmp_path)
         prepare(tmp_path, patched)
         sentence = last.save([told(1, [record(1, 1)])])
-    assert sentence.startswith("the last operations of ranks [1] are not written: ")
+    assert sentence.startswith("the last operations of ranks [1] cannot be written: ")
     assert "\n" not in sentence
     assert not list(tmp_path.rglob("*.json"))

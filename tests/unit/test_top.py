@@ -101,7 +101,7 @@ def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text
 def test_foreign_files_and_directories_are_not_read(directory: Path) -> None:
     path = put(directory, content(rank(0)))
     path.chmod(0o666)
-    assert "is open to others (mode 666)" in read(directory, os.getuid(), NOW).problems[0]
+    assert "gives access to other users (mode 666)" in read(directory, os.getuid(), NOW).problems[0]
     path.unlink()
     path.symlink_to("/etc/hostname")
     assert read(directory, os.getuid(), NOW).problems
@@ -133,7 +133,7 @@ def test_what_nothing_counts_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("waiting, slowest, why", [
-    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and it 2%. It computes: it has used 0.9 cores."),
+    ((0.4, 0.02, 0.38, 0.4), 1, "the others wait 39% of the time, and this rank 2%. It computes: it has used 0.9 "),
     ((0.1, 0.11, 0.1, 0.12), None, "each rank waits 11% of the time"),
     ((0.0, 0.01), None, "no rank waits for another"),
     ((0.4,), None, "the job has only one rank"),
@@ -186,8 +186,8 @@ def test_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "train.py 2 ranks on 1 host" in out
     assert "10 steps and 640 rows per second of all ranks; communication 31% of the time, " \
-           "50% of it behind the backward pass The slowest" in out
-    assert "The slowest is rank 1: the others wait 50% of the time, and it 2%. It computes" in out
+           "50% of it during the backward pass The slowest" in out
+    assert "The slowest is rank 1: the others wait 50% of the time, and this rank 2%. It computes" in out
     assert "1.00 GB" in out
 
 
@@ -220,7 +220,7 @@ def test_with_a_wrong_name_the_jobs_are_listed(directory: Path, job: Path, capsy
     put(directory, content(rank(0), job="other-3", script="b.py", started=NOW, written=time.time()), "other.json")
     assert main(["top", "digit5"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("The name of no job or script begins with digit5. Running jobs: other-3 (b.py)")
+    assert out.startswith("No job or script has a name that begins with digit5. Running jobs: other-3 (b.py)")
 
 
 def test_several_jobs_are_listed_and_one_is_chosen_by_its_beginning(directory: Path, job: Path,

@@ -93,13 +93,13 @@ def test_values_are_described_with_the_ranks_that_have_them() -> None:
     assert describe_by_rank(["go"] * 5, "ranks {ranks} {value}") == "ranks [0-4] go"
 
 
-ENGINE = "its process is stopped, or something in it keeps Python's global interpreter lock"
+ENGINE = "its process is stopped, or some code in it holds Python's global interpreter lock"
 HOSTS = ("a", "a", "b", "b", "c")
 
 
 def test_on_one_host_there_is_no_network_to_blame() -> None:
     assert describe_wait(Topology(1, ("a",) * 4), [0, 3], 61.4) == (
-        f"rank 1 has waited 61 s for ranks [0, 3]. The engine of one of them, at least, does not run: {ENGINE}.")
+        f"rank 1 has waited 61 s for ranks [0, 3]. The engine of at least one of these ranks does not run: {ENGINE}.")
 
 
 def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
@@ -111,9 +111,9 @@ def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
 
 def test_a_rank_of_the_same_host_may_itself_wait_for_another_host() -> None:
     text = describe_wait(Topology(0, HOSTS), [1], 15.0)
-    assert text.startswith("rank 0 on a has waited 15 s for ranks [1] on a. The engine of one of them, at least")
-    assert text.endswith("Or one of them waits for another host: the network between the hosts a and b, c is down or "
-                         "loses what is sent.")
+    assert text.startswith("rank 0 on a has waited 15 s for ranks [1] on a. The engine of at least one of these ranks")
+    assert text.endswith("Or one of the ranks waits for another host: the network between the hosts a and b, c "
+                         "is down or loses what is sent.")
 
 
 def test_of_many_hosts_some_are_named() -> None:

@@ -212,7 +212,7 @@ def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     directory = reports.status_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
     directory.mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match=r"mpistrat-\d+ is open to others \(mode 755\)"):
+    with pytest.raises(PermissionError, match=r"mpistrat-\d+ gives access to other users \(mode 755\)"):
         reports.StatusFile(1, {"XDG_RUNTIME_DIR": str(tmp_path)})
 
 
@@ -248,7 +248,7 @@ def test_totals_have_the_intervals_with_collectives_but_the_first() -> None:
 
 @pytest.mark.parametrize(("first", "second", "line"), [
     (Totals(Waits(10.0, 6.0, 1.0, 1.5), 50, 100), Totals(Waits(10.0, 0.0, 1.0, 0.5), 50, 100), "2 ranks have done 5 "
-     "steps per second; collectives took 40% of the time on average (25% of it behind the backward pass); the slowest "
+     "steps per second; collectives took 40% of the time on average (25% of it during the backward pass); the slowest "
      "was rank 1 on b, for which the others waited 60% of their time."),
     (Totals(Waits(10.0, 1.0, 1.0), 0, 2000), Totals(Waits(10.0, 1.0, 1.0), 0, 2000), "2 ranks have done 200 "
      "collectives per second; collectives took 20% of the time on average, and no rank was slower than the others."),

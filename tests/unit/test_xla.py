@@ -105,8 +105,8 @@ def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             compiled(sgd(), "mse")
     said = [record for record in caplog.records if record.name == clone.__name__]
     assert [(record.levelname, record.getMessage()) for record in said] == [
-        ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), which cannot "
-                 "compile collectives: cupy is missing: No module named 'cupy'")]
+        ("INFO", "rank 0: models with a DistributedOptimizer are trained without XLA (jit_compile=False), because "
+                 "XLA cannot compile collectives: cupy is missing: No module named 'cupy'")]
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

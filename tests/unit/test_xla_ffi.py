@@ -137,7 +137,7 @@ def test_a_target_that_is_gone_is_an_error_and_no_crash() -> None:
     step(tf.ones([2]))
     numbers = [number for number, known in custom_call._targets.items() if known is target]
     del custom_call._targets[numbers[0]]
-    with pytest.raises(tf.errors.UnknownError, match=r"was called after its tf\.function was deleted"):
+    with pytest.raises(tf.errors.UnknownError, match=r"because the compiled tf\.function that contains it was deleted"):
         step(tf.ones([2]))
 
 

@@ -22,7 +22,7 @@ _WRAPPER_S = 1.0  # If child processes have used more CPU time, this process may
 
 
 def _own(module: str) -> dict[str, Any]:
-    """Return the names of a module of mpistrat/process, without importing mpistrat, which would import numpy."""
+    """Run a file of mpistrat/process, and return its globals. Importing the module would import mpistrat and numpy."""
     return runpy.run_path(os.path.join(_HERE, "..", "..", "process", f"{module}.py"))
 
 
@@ -51,7 +51,7 @@ def _say_without_init(rank: str) -> None:
 
 
 def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
-    """Bind the rank to its cores, before the script imports libraries that create a thread for each core."""
+    """Bind the rank to its cores, before libraries create a thread for each core. `place`: (local rank, local size)."""
     try:
         taken = _own("cores")["take_share_at_start"](place, os.environ)
     except OSError:

@@ -1,6 +1,6 @@
 """Comparison of values that must be equal on all ranks: rates of optimizers, and what layers have learned by adapt().
 
-Rates are settings such as the learning rate. Functions are local: callbacks of fit gather the values before.
+Rates are settings such as the learning rate. All functions are local: those that compare get the values of all ranks.
 """
 
 import functools
@@ -67,7 +67,7 @@ def different_rate(of_ranks: Sequence[Sequence[tuple[str, float]]]) -> str:
 
 
 def require_equal_rates(of_ranks: Sequence[Sequence[tuple[str, float]]], place: str) -> None:
-    """Raise MismatchError if the ranks' rates differ. The text begins with `place` ("fit: at the end of epoch 3")."""
+    """Raise MismatchError if the ranks' rates differ. The error begins with `place` ("fit: at the end of epoch 3")."""
     different = different_rate(of_ranks)
     if different:
         raise MismatchError(f"{place} {different} Set the same value on all ranks, and give all ranks the same "
@@ -107,8 +107,8 @@ _STATISTICS = "mean and variance"
 # The code that copies the learned state of a layer from rank 0.
 _COPY = {
     "vocabulary": "layer.set_vocabulary(hvd.broadcast_object(layer.get_vocabulary(), 0))",
-    "boundaries or weights": "layer.bin_boundaries = hvd.broadcast_object(layer.bin_boundaries, 0), or set_vocabulary "
-                             "with the vocabulary and the weights of rank 0",
+    "boundaries or weights": "layer.bin_boundaries = hvd.broadcast_object(layer.bin_boundaries, 0), or "
+                             "layer.set_vocabulary with the vocabulary and the weights of rank 0",
     _STATISTICS: "hvd.broadcast_variables(layer.variables, 0); layer.finalize_state()",
 }
 
@@ -128,17 +128,17 @@ def problem_of_adapted(of_ranks: Sequence[Sequence[Adapted]]) -> tuple[str, bool
             continue
         groups = list(dict.fromkeys((s.table, s.fixed, s.variable) for s in states))
         numbers = [f"{groups.index((s.table, s.fixed, s.variable)) + 1}" for s in states]
-        text = (f"the layer {states[0].label} has another {kind} on each of these ranks: "
+        text = (f"the ranks disagree on the {kind} of the layer {states[0].label}. Groups of ranks that agree: "
                 f"{describe_by_rank(numbers, '{ranks}')}. Call layer.adapt with all rows, before hvd.shard. Or call it "
-                f"on rank 0 only, and then on all ranks {_COPY[kind]}.")
+                f"on rank 0 only, and then run on all ranks: {_COPY[kind]}.")
         if kind != _STATISTICS or not states[0].is_broadcast:
             return text, False
-        warning = warning or f"{text} BroadcastGlobalVariablesCallback broadcasts only what its root has learned."
+        warning = warning or f"{text} Otherwise BroadcastGlobalVariablesCallback gives all ranks its root's {kind}."
     return warning, True
 
 
 def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tuple[Adapted, ...]:
-    """Return the learned state of layers with adapt(). `is_broadcast`: a callback broadcasts means and variances."""
+    """Return what layers have learned by adapt(). `is_broadcast`: whether a callback broadcasts means and variances."""
     found: list[Adapted] = []
     inside: set[int] = set()
     for layer in layers:

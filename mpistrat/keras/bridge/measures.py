@@ -40,7 +40,7 @@ _numbers = itertools.count()
 class LocalScalar:
     """A number of this rank that training steps read or increase. Each device that runs steps has a variable for it.
 
-    XLA needs a variable on its own device. The variables are raw, because a strategy would take over a tf.Variable.
+    XLA needs a variable on its own device. It is no tf.Variable, because a strategy would create that in its own way.
     """
 
     def __init__(self, dtype: tf.DType, value: int):
@@ -62,7 +62,7 @@ class LocalScalar:
         return self._read_from(self._handle())
 
     def sum(self) -> int:
-        """Return the sum over all devices. If 0 was assigned, this is the sum of all additions. For eager code."""
+        """Return the sum over all devices. If the number began at 0, it is all that was added. For eager code."""
         return sum(int(self._read_from(handle)) for handle in self._handles.values())
 
     def _handle(self) -> tf.Tensor:
@@ -132,7 +132,7 @@ class MetricMeans:
         """Replace the metrics in `logs` by their means over the ranks. Metrics that some ranks lack stay as they are.
 
         Collective. A metric is a number or an array of numbers; arrays of different shapes are different metrics.
-        `rows` has this rank's numbers of training and validation rows as weights; None on all ranks: no weights.
+        `rows` has this rank's training and validation rows, the weights. All ranks pass None for equal weights.
         `batches` is this rank's number of validation batches. Raises ValueError as weighted_means does.
         """
         own = {key: number for key, value in logs.items() if (number := _number(value)) is not None}
@@ -152,8 +152,8 @@ class MetricMeans:
                        "metrics may decide differently on each rank. Give validation_data to all ranks.")
         elif rows is None and len({batches for _, batches, _ in found}) > 1:
             problem = (f"the ranks validate on different numbers of batches: "
-                       f"{describe_by_rank([batches for _, batches, _ in found])}. The means of the metrics give all "
-                       "ranks the same weight. To weight by rows: hvd.callbacks.MetricAverageCallback(weighted=True).")
+                       f"{describe_by_rank([batches for _, batches, _ in found])}. The average of a metric gives all "
+                       "ranks the same weight. To weight by rows, write MetricAverageCallback(weighted=True).")
         if problem and not self._has_warned and self._process_set.rank() == 0:
             logger.warning("mpistrat: %s", problem)
         self._has_warned |= bool(problem)
@@ -168,7 +168,7 @@ class AverageMetrics(Callback):
         self._is_needed = False
 
     def begin(self, readers: Sequence[Sequence[str]]) -> None:
-        """Average from now on if a rank has `readers`, which are classes of callbacks that decide by metrics. Local."""
+        """Average from now on if a rank has callbacks that decide by metrics: `readers` are their classes by rank."""
         found = {rank: of_rank for rank, of_rank in enumerate(readers) if of_rank}
         self._is_needed = bool(found)
         if found and self._process_set.rank() == 0:
@@ -192,8 +192,8 @@ def _number(value: object) -> np.ndarray | None:
 def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the mean of each metric over the ranks, weighted by training rows, or for `val_...` by validation rows.
 
-    `rows` has both numbers of each rank. `values` has for each name an array, with one value for each rank. Raises
-    ValueError if the number of rows that a metric needs is UNKNOWN on a rank, or is 0 on all ranks.
+    `rows` has for each rank its training and its validation rows. `values` has for each name an array with an item per
+    rank. Raises ValueError if the number of rows that a metric needs is UNKNOWN on a rank, or is 0 on all ranks.
     """
     means = []
     for name, of_ranks in zip(names, values, strict=True):
@@ -201,10 +201,10 @@ def weighted_means(names: Sequence[str], rows: np.ndarray, values: Sequence[np.n
         unknown = np.flatnonzero(weights == UNKNOWN).tolist()
         if unknown:
             raise ValueError(f"{name} cannot be weighted by rows. On ranks {unknown} the number of rows is unknown, "
-                             f"because batches did not go through the model's {step}, or have no tensor with rows. Use "
-                             "MetricAverageCallback(weighted=False).")
+                             f"because batches did not go through the model's {step}, or their tensors have no batch "
+                             "dimension. Use MetricAverageCallback(weighted=False).")
         if not weights.any():
-            raise ValueError(f"{name} cannot be weighted by rows, since no rank has had rows in {step}. Use "
+            raise ValueError(f"{name} cannot be weighted by rows, since {step} got no rows on any rank. Use "
                              "MetricAverageCallback(weighted=False).")
         # The metric of a rank without rows may be nan.
         means.append(np.average(of_ranks[weights > 0], axis=0, weights=weights[weights > 0]))

@@ -53,7 +53,7 @@ replaces_for_strategy = functools.partial(replaces, is_for_strategy=True)
 
 
 def apply(for_strategy: bool = False, only: str = "") -> None:
-    """Apply the registered replacements, or only those of functions named `only`. Further calls do not repeat any.
+    """Apply the registered replacements, or only those of functions named `only`. Those already applied are skipped.
 
     `for_strategy` includes the replacements for strategies. They are applied last, and so wrap the others.
     """
@@ -90,17 +90,17 @@ def undo() -> None:
 # -- what Keras 2 accepts in old scripts, and Keras 3 does not ---------------------------------------------------------
 
 _IGNORED = "experimental_run_tf_function"
-_DATASET = "Leave it out. A keras.utils.PyDataset passes it to super().__init__()."
+_DATASET = "Leave it out, or give it to the constructor of your keras.utils.PyDataset."
 _KERAS_2 = {
     _IGNORED: "Leave it out: Keras 3 always calls the distributed optimizer.",
-    "sample_weight_mode": "Leave it out, and give fit a sample_weight with a weight for each step in time.",
+    "sample_weight_mode": "Leave it out, and give fit a sample_weight with one weight for each time step.",
     "target_tensors": "Leave it out, and give the targets to fit.",
     "workers": _DATASET, "use_multiprocessing": _DATASET, "max_queue_size": _DATASET,
-    "nb_epoch": "Write epochs.", "samples_per_epoch": "Write steps_per_epoch, in batches."}
+    "nb_epoch": "Write epochs= instead.", "samples_per_epoch": "Write steps_per_epoch=, a number of batches."}
 
 
 def bound(original: Function, *args: object, **kwargs: object) -> inspect.BoundArguments:
-    """Bind the arguments of a call to the parameters of `original`. Local. Raises TypeError if the call would."""
+    """Bind the arguments of a call to the parameters of `original`. Local. Raises TypeError if they do not fit."""
     try:
         return inspect.signature(original).bind(*args, **kwargs)
     except TypeError as error:

@@ -123,8 +123,8 @@ class Training:
 class DistributedTraining(Training):
     """Training with the distributed optimizers of one process set.
 
-    The process set and the name are those of the first optimizer, which must be the same on all ranks. fit checks and
-    averages nothing for optimizers of different process sets. `wholes` are all optimizers, except inner optimizers.
+    The process set and the name are those of the first optimizer, which must be the same on all ranks. fit neither
+    checks nor averages what optimizers of another process set train. The argument `wholes` has no inner optimizers.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -154,7 +154,7 @@ class DistributedTraining(Training):
     @property
     def undistributed(self) -> str:
         plain = [f"{each.name} ({type(each).__name__})" for each in self._wholes if not distributed_in(each)]
-        return f"{' and '.join(plain)} of the model is no hvd.DistributedOptimizer." if plain else ""
+        return f"The model also has optimizers without hvd.DistributedOptimizer: {', '.join(plain)}." if plain else ""
 
     @property
     def has_local(self) -> bool:
@@ -167,7 +167,7 @@ class DistributedTraining(Training):
 
     @property
     def calls(self) -> int:
-        """The number of calls of `apply` on this rank. If gradients are accumulated, `iterations` is smaller."""
+        """The number of calls of `apply` on this rank. If gradients are accumulated, there are fewer updates."""
         return sum(map(kerases.calls_of, self._optimizers))
 
     @property
@@ -245,7 +245,7 @@ def training_of(model: keras.Model) -> Training | None:
     """Return a new Training of a model under a strategy or with distributed optimizers; None for other models.
 
     The optimizers of `compile` come first, then those in attributes of the model. The result is None also for a Keras 2
-    model under a strategy, for which TensorFlow's interface of strategies is enough.
+    model under a strategy, because Keras 2 itself calls strategies of TensorFlow.
     """
     if is_under_strategy(model):
         return None if kerases.is_keras2(model) else StrategyTraining(model)
@@ -258,7 +258,7 @@ def training_of(model: keras.Model) -> Training | None:
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """Return a name for a callback's collective. It begins with the optimizer's name if both use one process set."""
+    """Return a name for a callback's collective. It begins with the optimizer's name if that uses `process_set` too."""
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
         return f"{training.name}/{operation}"
@@ -278,7 +278,7 @@ def optimizers_of(model: keras.Model) -> list[Optimizer]:
 
 
 def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
-    """Return the variables of optimizers that ranks compare. Callers then remove the state of local variables.
+    """Return the optimizer variables that the ranks compare. Callers leave out those that belong to local variables.
 
     Accumulated gradients are not included, because each rank computes them from its own rows. Step counters are not
     included either: if the data of a rank ends with an error, TensorFlow has already counted the step that fails.
@@ -409,7 +409,7 @@ class AverageStatistics(Callback):
         self._average()
 
     def _sums(self) -> list[keras.Variable]:
-        """Return the variables that get the sum of all ranks' additions; [] under a strategy, where assign_add sums."""
+        """Return layers' variables with aggregation="sum"; [] under a strategy, whose assign_add sums over ranks."""
         return [] if self._training.is_under_strategy else [
             variable for variable in non_trainable_variables(self.model) if kerases.aggregation_of(variable) == "sum"]
 

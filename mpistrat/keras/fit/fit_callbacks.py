@@ -41,8 +41,8 @@ from .fit_checks import Begin, ChecksWithinEpochs, FitChecks, is_users, problem_
 from .written_once import written_once
 
 logger = logging.getLogger(__name__)
-_COMMITS_IN_KERAS_2 = ("With a model of Keras 2 (tf_keras) call fit in a function with hvd.elastic.run, and give it an "
-                       "hvd.elastic.CommitStateCallback with an hvd.elastic.KerasState.")
+_COMMITS_IN_KERAS_2 = ("With Keras 2 (tf_keras), call fit in a function that @hvd.elastic.run decorates, and pass fit "
+                       "the callback hvd.elastic.CommitStateCallback(state), where state is an hvd.elastic.KerasState.")
 
 
 @replaces(TensorFlowTrainer, "fit", "the ranks would not be compared, nor their running statistics averaged",
@@ -69,8 +69,8 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
 
 @functools.cache
 def _say_that_nothing_commits(remedy: str) -> None:
-    logger.warning("mpistrat: this job is elastic, but nothing in fit commits, so training begins anew after each "
-                   "loss of a rank. %s", remedy)
+    logger.warning("mpistrat: this job is elastic, but fit has no callback that commits, so training begins anew "
+                   "after each loss of a rank. %s", remedy)
 
 
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
@@ -89,8 +89,8 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
     if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
-        raise InvalidRequestError("SwapEMAWeights does not work with a sharded optimizer, which has the moving "
-                                  "averages of this rank's part of the weights only. Use hvd.DistributedOptimizer, "
+        raise InvalidRequestError("SwapEMAWeights does not work with a sharded optimizer, which on each rank has "
+                                  "moving averages of a part of the weights only. Use hvd.DistributedOptimizer, "
                                   'or MPIStrategy(variables="mirrored").')
     own: list[Callback] = []
     if training.process_set.has_others():
@@ -127,9 +127,9 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
-    """Raise MismatchError on every rank if other ranks pass LocalSGD or DiLoCo to fit, unlike this rank. Collective.
+    """Raise MismatchError if other ranks pass LocalSGD or DiLoCo to fit, and this rank does not. Collective.
 
-    Does nothing without a BroadcastGlobalVariablesCallback of all ranks, because this rank may then be alone in fit.
+    Does nothing if fit has no BroadcastGlobalVariablesCallback over all ranks: this rank may then be alone in fit.
     """
     is_for_all = any(isinstance(callback, BroadcastGlobalVariablesCallback)
                      and callback.process_set.process_set_id == 0 for callback in callbacks)
@@ -146,7 +146,7 @@ def trains_apart(callbacks: Sequence[Callback]) -> PeriodicAveraging | None:
     found = [callback for callback in callbacks if isinstance(callback, PeriodicAveraging)]
     if len(found) > 1:
         raise InvalidRequestError(f"fit has {' and '.join(type(each).__name__ for each in found)} among its callbacks. "
-                                  "Each averages the weights in another way. Keep one of them.")
+                                  "Each averages the weights in its own way. Keep one of them.")
     return found[0] if found else None
 
 
@@ -185,7 +185,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
 
 
 class TimedSteps(Callback):
-    """Counts the steps and rows of fit for `mpistrat run --efficiency`. Ends the script after the last step to time.
+    """Counts the steps and rows of fit for `mpistrat run --efficiency`. Ends the script after the last timed step.
 
     Local. With this option fit adds the callback for any number of ranks, also for one rank. See process/step_timer.py.
     """

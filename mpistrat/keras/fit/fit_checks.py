@@ -5,7 +5,7 @@ exchanges have one name. So if a rank ends training alone, its exchange is paire
 and every rank raises an error. Under a strategy the ranks exchange values only when training begins.
 
 In the first step of an epoch the ranks compare learning rates. In the first steps of fit they also compare digests of
-weights, if the first reductions cannot. At the end of an epoch the ranks compare the weights and the state of the
+weights, if the first reductions do not. At the end of an epoch the ranks compare the weights and the state of the
 optimizers. ChecksWithinEpochs repeats this within an epoch.
 """
 
@@ -150,7 +150,7 @@ def setters_on_some(steps: Sequence[Step]) -> str:
     """Return a message if only some ranks have a callback that may set a learning rate; "" otherwise."""
     some = {name: where for name in sorted({name for step in steps for name in step.setters})
             if len(where := [rank for rank, step in enumerate(steps) if name in step.setters]) < len(steps)}
-    return " ".join(f"Only ranks {rank_list(where)} have a {name}: give it to the callbacks of all ranks."
+    return " ".join(f"Only ranks {rank_list(where)} have a {name}: pass it to fit on all ranks."
                     for name, where in some.items())
 
 
@@ -162,8 +162,8 @@ def problem_of_rates(steps: Sequence[Step]) -> str:
     if not different:
         return ""
     advice = setters_on_some(steps) or (
-        "Compute the rate from values that are equal on all ranks, not from rank() or this rank's rows. Give all ranks "
-        "the same callbacks, after an hvd.callbacks.MetricAverageCallback() if they read metrics.")
+        "Compute the rate from values that are equal on all ranks, not from rank() or the rows of a rank. Give all "
+        "ranks the same callbacks, with hvd.callbacks.MetricAverageCallback() before those that read metrics.")
     return f"{different} {advice}"
 
 
@@ -185,12 +185,12 @@ def problem_at_begin(begins: Sequence[Begin]) -> str:
     for cls in COLLECTIVE:
         having = [rank for rank, begin in enumerate(begins) if cls.__name__ in begin.collective]
         if 0 < len(having) < len(begins):
-            return (f"only ranks {rank_list(having)} have a {cls.__name__}, which communicates. Give it to the "
-                    "callbacks of all ranks.")
+            return (f"only ranks {rank_list(having)} have a {cls.__name__}, which calls collectives. Pass it "
+                    "to fit on all ranks.")
     if BroadcastGlobalVariablesCallback.__name__ in begins[0].collective and len({b.weights for b in begins}) > 1:
         return (f"the ranks' models have different numbers of weights: {_by_rank(begins, 'weights')}. "
-                "BroadcastGlobalVariablesCallback broadcasts the weights that exist. A model without an Input layer is "
-                "built by its first call. Build the model on all ranks, or on none.")
+                "BroadcastGlobalVariablesCallback needs the same weights on all ranks, and a model without an Input "
+                "layer has none before its first call. Build the model on all ranks, or on none.")
     if len({begin.averages_statistics for begin in begins}) > 1:
         return ("the ranks disagree on DistributedOptimizer(average_statistics=): "
                 f"{_by_rank(begins, 'averages_statistics')}. Pass the same value on all ranks.")
@@ -213,7 +213,7 @@ def problem_between_epochs(states: Sequence[State]) -> str:
                   "ranks read the same metrics.")
     else:
         advice = "Call fit with the same epochs=, initial_epoch= and callbacks on all ranks."
-    return f"the ranks are at different places: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
+    return f"the ranks are at different places in fit: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
 
 
 def have_same_rows(digests: Sequence[int]) -> bool:
@@ -230,9 +230,9 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
-    `wrapped` replace the user's `callbacks` in fit. `rows` is the digest_of_rows of x and y. The tf.data pipelines of
-    the input use `layers`. When training begins, `statistics` gets the schedules of all ranks' callbacks that save the
-    model within an epoch, and `averages` gets the classes of all ranks' callbacks that use metrics.
+    Arguments: fit runs `wrapped` in place of the user's `callbacks`. `rows` is from digest_of_rows, and `layers` from
+    layers_of_inputs. When training begins, the checks give `statistics` the schedules of all ranks' callbacks that save
+    the model within an epoch, and `averages` the classes of all ranks' callbacks that decide by metrics.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
@@ -264,8 +264,8 @@ class FitChecks(Callback):
         except CollectiveError as error:
             if not training.settings:
                 raise
-            raise type(error)(f"{error} fit averages weights on this rank, by {training.settings}: give this "
-                              "callback to fit on all ranks.") from error
+            raise type(error)(f"{error} On this rank fit averages weights, by {training.settings}: give this callback "
+                              "to fit on all ranks.") from error
         self.is_silent = bool(marks[0][2])
         if isinstance(training, StrategyTraining):
             training.has_begun, values = True, step_values_of(self.model)
@@ -335,7 +335,7 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Raise MismatchError if the ranks' epochs differ. Without uneven="join" the first step checks this."""
+        """Compare the ranks' epochs if uneven="join"; else the first step does. Raises MismatchError if they differ."""
         if self._is_checked and self._training.joins:
             self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
@@ -412,9 +412,9 @@ class FitChecks(Callback):
                                   rates, f"{self._name}/rates", self._process_set), place)))
 
     def _exchange(self, state: State, marks: Sequence[int] = (0, 0, 0)) -> tuple[list[Any], list[list[int]]]:
-        """Return the states and the marks of all ranks, in rank order. Collective; see Group.exchange.
+        """Return the `state` and the `marks` (any integers) of each rank, by rank. Collective; see Group.exchange.
 
-        Raises MismatchError if the ranks are at different places in fit. The caller checks states of class Begin.
+        Raises MismatchError if the ranks are at different places in fit. The caller compares states of the class Begin.
         """
         states: list[Any]
         states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
@@ -426,12 +426,12 @@ class FitChecks(Callback):
     def _numbering(self) -> str:
         """Return a note that a message numbers the ranks within the process set; "" for the set of all ranks."""
         return "" if self._process_set.process_set_id == 0 else \
-            f" (ranks 0, 1, ... of the process set of ranks {rank_list(self._process_set.ranks or ())})"
+            f" (in the process set of ranks {rank_list(self._process_set.ranks or ())}, here numbered from 0)"
 
     def _require_ended(self, progress: str) -> None:
-        """Wait until all ranks have ended this epoch after the same batch. Raises CollectiveError if ranks continue.
+        """Wait until all ranks have ended this epoch after the same batch. Raises CollectiveError if others continue.
 
-        Those ranks wait for gradients. `progress` describes this rank in reports, such as "stopped within epoch 3".
+        They wait for this rank's gradients then. `progress` says where this rank is, such as "stopped within epoch 3".
         """
         try:
             array_ops.barrier(f"{self._name}/{progress}", self._process_set)

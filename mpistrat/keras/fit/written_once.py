@@ -39,7 +39,7 @@ _SAVE = "_save_model"  # the method of Keras 3's callbacks that save, and of Ker
 
 @dataclass(frozen=True)
 class Entry:
-    """What a rank tells the other ranks of a callback. Callbacks that write the same files have equal entries."""
+    """What a rank tells the other ranks about a callback. Callbacks that write the same files have equal entries."""
 
     kind: str  # The class; "" for a Keras class that does not write files, whose order does not matter
     path: str = ""  # The path of the files; "" for a class that is not in `_PATHS`
@@ -77,15 +77,15 @@ def role_of(entry: Entry, rank: int, entries: Sequence[Sequence[Entry]], host_of
 
 
 def require_backups(entries: Sequence[Sequence[Entry]], training: Training) -> None:
-    """Raise MismatchError if a BackupAndRestore is on only some ranks of a strategy, or shared by ranks of Keras 2."""
+    """Raise MismatchError if only some ranks of a strategy have a BackupAndRestore, or ranks of Keras 2 share one."""
     backups = [rank for rank, of_rank in enumerate(entries) if any(entry.kind == _BACKUP for entry in of_rank)]
     if training.is_under_strategy and 0 < len(backups) < len(entries):
         raise MismatchError(f"only ranks {rank_list(backups)} have a BackupAndRestore, so the others would begin at "
                             "another epoch. Pass BackupAndRestore on all ranks; only rank 0 writes.")
     if is_keras2(training.model) and any(entry.kind == _BACKUP and sum(entry in of_rank for of_rank in entries) > 1
                                          for entry in entries[0]):
-        raise MismatchError("several ranks have a BackupAndRestore with the same directory, but in Keras 2 only the "
-                            "rank that restores knows the epoch to go on from. Give each rank another directory: "
+        raise MismatchError("several ranks have a BackupAndRestore with the same directory, but with Keras 2 only one "
+                            "of them would continue in the epoch of the backup. Give each rank its own directory: "
                             'BackupAndRestore(f"backup-{hvd.rank()}").')
 
 
@@ -133,7 +133,7 @@ def _place(path: str) -> tuple[str | int, ...]:
 class WrittenOnce(Callback):
     """Wraps a callback that writes files. Collective if all ranks have the callback with the same path.
 
-    The wrapped callback gets its model when the role is assigned, because TensorBoard then begins to write.
+    The wrapped callback gets its model only with its role, because TensorBoard writes as soon as it has a model.
     """
 
     def __init__(self, callback: Callback, training: Training):

@@ -99,7 +99,7 @@ class _Accumulating:
     def _mpistrat_averaged(self, grads_and_vars: Iterable[tuple[OptionalGradient, tf.Variable]]) -> Pairs:
         pairs = list(grads_and_vars)
         if self.gradient_accumulation_steps > 1 and self._mpistrat.accumulating is None:
-            raise InvalidRequestError("backward_passes_per_step does not work in a LossScaleOptimizer of Keras 2, with "
+            raise InvalidRequestError("backward_passes_per_step does not work in a LossScaleOptimizer of Keras 2, in "
                                       "which mixed_float16 wraps the optimizer. Leave out backward_passes_per_step, or "
                                       "train in mixed_bfloat16 or float32.")
         variables = [variable for _, variable in pairs]

@@ -77,10 +77,10 @@ class _Distributed:
         return clone.distributed_when_loaded(self, how)
 
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
-        """Return a function that distributes a copy of this optimizer with the same arguments, if possible.
+        """Return a function that distributes a copy of this optimizer, with the same arguments if they can be copied.
 
-        Otherwise training with the copy is an error. `is_in_process`: Whether the copy stays in this process, because
-        pickle cannot copy a process set. `is_whole`: Whether all inner optimizers of the copy are distributed.
+        If not, training with the copy is an error. `is_in_process`: Whether the copy stays in this process;
+        another one lacks the process set. `is_whole`: Whether all inner optimizers of the copy are distributed.
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -233,7 +233,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
                 passes: int) -> Optimizer:
     """Return a distributed optimizer with the state of `optimizer`, and the configuration updated by `changes`.
 
-    `its` must be valid. `passes` is how many passes the result accumulates for a pass of `optimizer`.
+    The arguments `its` must be valid. An update takes `passes` times as many backward passes as with `optimizer`.
     """
     process_set = resolved(its.process_set)
     reducer = gradients.GradientReducer(name, its.options, its.op, its.gradient_predivide_factor,
@@ -270,7 +270,7 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
     """Return an optimizer of a distributed class, with the configuration of `optimizer` updated by `changes`.
 
-    A built Keras 2 optimizer shares its variables, because it stores no list of weights for which to build variables.
+    The result shares the variables of a built Keras 2 optimizer, which has no list of the weights to build them for.
     """
     original = clone.original_class(type(optimizer))
     applying: type = Applying
@@ -303,7 +303,7 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
         is_of_tf1 = issubclass(optimizer if isinstance(optimizer, type) else type(optimizer),
                                tf.compat.v1.train.Optimizer)
         advice = (", which is an optimizer of TensorFlow 1: take one of keras.optimizers for a Keras model, or average "
-                  "its gradients with mpistrat.tensorflow.DistributedGradientTape.") if is_of_tf1 else ""
+                  "the gradients with mpistrat.tensorflow.DistributedGradientTape.") if is_of_tf1 else ""
         raise InvalidRequestError("DistributedOptimizer takes a Keras optimizer, for example "
                                   f"keras.optimizers.Adam(1e-3). Received: {optimizer!r}{advice}")
     # A script that distributes a copy that Keras has made does not know that the copy is distributed already.
@@ -315,12 +315,12 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
     if passes < 1:
         raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1 and passes_on(optimizer):
-        advice = ". Keras 2 accumulates no gradients there. Leave it out." if is_keras2(optimizer) \
+        advice = ". Keras 2 accumulates no gradients in it. Leave that argument out." if is_keras2(optimizer) \
             else ". Give gradient_accumulation_steps to the inner optimizer."
         raise InvalidRequestError(f"backward_passes_per_step does not work with {type(optimizer).__name__}{advice}")
     if passes > 1 and accumulated_passes(optimizer):
-        raise InvalidRequestError("give either backward_passes_per_step to DistributedOptimizer, or "
-                                  "gradient_accumulation_steps to the Keras optimizer, not both.")
+        raise InvalidRequestError("backward_passes_per_step of DistributedOptimizer and gradient_accumulation_steps of "
+                                  "the Keras optimizer cannot be combined. Leave out one of them.")
 
 
 def class_with(mix_ins: tuple[type, ...], original: type[Optimizer]) -> type[Optimizer]:
@@ -363,7 +363,7 @@ class Applying:
         if len(grads) != len(variables):
             if given is None:
                 return super().apply(grads)  # type: ignore[misc]  # Keras raises the error.
-            raise InvalidRequestError(f"apply() has {len(grads)} gradients for {len(given)} variables.")
+            raise InvalidRequestError(f"apply() got {len(grads)} gradients for {len(given)} variables.")
         return self._mpistrat_apply(grads, given, variables) if grads else super().apply(grads, given)  # type: ignore[misc]
 
     def _mpistrat_apply(self, grads: list[OptionalGradient], given: list[keras.Variable] | None,
@@ -436,8 +436,7 @@ def require_hooks(cls: type) -> None:
 def _unknown(what: str) -> MissingDependencyError:
     return MissingDependencyError(
         f"DistributedOptimizer cannot average accumulated gradients with Keras {keras.__version__}: {what}. Leave out "
-        "backward_passes_per_step and gradient_accumulation_steps, or install "
-        "Keras 3.5 or 3.15, with which averaging was tested.")
+        "backward_passes_per_step and gradient_accumulation_steps, or install Keras 3.5 or 3.15, which are tested.")
 
 
 # Under mixed_float16 compile() wraps every optimizer in a LossScaleOptimizer.
@@ -531,7 +530,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                **arguments: Any) -> keras.Model:
     """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
 
-    The model is one of Keras 3. If tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1), it is one of Keras 2.
+    The result is a Keras 2 model if tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1), else a Keras 3 model.
 
     Args:
         filepath: As for keras.models.load_model.

@@ -1,4 +1,4 @@
-"""Plan: which rank updates which part of each variable. Parts: the parts of this rank, and a step with them.
+"""Plan: which rank updates which part of each variable. Parts: this rank's parts, and the collectives of a step.
 
 As in ZeRO-1 (Rajbhandari et al., arXiv 1910.02054) each rank has the optimizer's state for its parts only.
 
@@ -62,7 +62,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a variable that one rank updates: elements `start` to `stop`, flattened, in rows of `width`."""
+    """The part of a variable that one rank updates: elements `start` to `stop` of the flat variable."""
 
     start: int
     stop: int
@@ -79,7 +79,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """Variables of one dtype, concatenated to one array of a collective, and the rows of the array for each rank."""
+    """Variables of one dtype, concatenated to one array for a collective, and how many of its rows each rank gets."""
 
     members: tuple[int, ...]  # The indices of the variables
     sizes: tuple[int, ...]  # The number of elements of each variable
@@ -171,9 +171,9 @@ def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> di
 
 
 class _Noting(list):
-    """The list of shards for an optimizer's build(). `current` is the index of the shard that build() is looking at.
+    """A list of shards, an argument for an optimizer's build(). `current`: the index of the shard in build()'s loop.
 
-    A slice has the trained variables in place of the shards, because build() keeps a slice as its variables.
+    A slice has the trained variables instead, because build() keeps a slice as the optimizer's trained variables.
     """
 
     def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
@@ -242,7 +242,7 @@ class Parts:
             self.noting.current = before
 
     def note(self, slot: keras.Variable) -> None:
-        """Record that a new optimizer variable belongs to the shard of `made_for`, or of the loop in build()."""
+        """Record that a new optimizer variable belongs to the shard of made_for(), else of the loop in build()."""
         index = self.noting.current
         if index is not None and index in self.of_index:
             self.slots[id(slot)] = index
@@ -251,8 +251,8 @@ class Parts:
         """Return the index of a variable. Raises InvalidRequestError if the optimizer was not built for it."""
         index = self._indices.get(id(variable))
         if index is None:
-            raise InvalidRequestError(f"a sharded optimizer was not built for {label_of(variable)}. Call "
-                                      "optimizer.build(variables) with all variables to train.")
+            raise InvalidRequestError(f"the sharded optimizer was not built for the variable {label_of(variable)}. "
+                                      "Call optimizer.build(variables) with all variables to train.")
         return index
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Parts:
                 self.shards[i].assign(_cut(tf.convert_to_tensor(self.variables[i]), self.of_index[i]))
 
     def updated(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices with a part on this rank; if there are none, the first index, so Keras counts the step."""
+        """Return those of `indices` that this rank updates; if none, the first one, so that Keras counts the step."""
         return [i for i in indices if i not in self.of_index or self.of_index[i].size] or list(indices[:1])
 
     def begin(self, shards: Sequence[Variable]) -> None:
@@ -315,7 +315,7 @@ class Parts:
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                           variables: Sequence[Variable],
                           exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-        """Reduce like gradients.reduce_gradients, but return this rank's parts. `exact` has scalars to reduce too."""
+        """Reduce as reduce_gradients does, but return this rank's parts, followed by the reduced scalars of `exact`."""
         indices = list(spec.indices)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
@@ -378,7 +378,7 @@ class Parts:
 
 
 def _component(variable: keras.Variable) -> tf.Variable:
-    """Return the tf.Variable in a Keras variable, or in the strategy's variable that the Keras variable contains."""
+    """Return the tf.Variable in a Keras variable. Under a strategy it is inside the strategy's own variable."""
     return getattr(variable.value, "values", [variable.value])[0]
 
 

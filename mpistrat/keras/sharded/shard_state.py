@@ -40,14 +40,14 @@ class WholeState:
         self._shown: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return `variables` of the optimizer: those equal on all ranks, or, within `showing`, the whole state."""
+        """Return the optimizer's attribute `variables`: those equal on all ranks; within showing() the whole state."""
         if self._shown is not None:
             return self._shown
         return [v for v in self.variables if id(v) not in self._parts.slots]
 
     @contextmanager
     def showing(self, is_read: bool) -> Iterator[None]:
-        """A context in which `shown` returns the whole state; see whole_state of sharded_optimizer.py. Local."""
+        """Return a context in which shown() returns the whole state. `is_read`: Whether values are read. Local."""
         whole = self._read() if is_read else self._now()
         shown = self._shown = [Shown(v, None if whole is None else whole[i], self) if id(v) in self._parts.slots else v
                                for i, v in enumerate(self.variables)]
@@ -145,8 +145,8 @@ class WholeState:
         if whole is None:
             raise InvalidRequestError(
                 "this rank cannot save or copy the sharded optimizer, since it does not have the whole state. First "
-                "call optimizer.consolidate_state() on all ranks, which gathers the state on rank 0, or "
-                "consolidate_state(to=None), which gathers it on each rank. Call it again after each further step. "
+                "call optimizer.consolidate_state() on all ranks to gather the state on rank 0, or "
+                "optimizer.consolidate_state(to=None) to gather it on each rank, and again after each further step. "
                 "fit gathers the state on rank 0 at the end of each epoch.")
         return whole
 
@@ -168,7 +168,7 @@ class WholeState:
 
 
 class Shown:
-    """Stands for an optimizer variable in a file or copy. `value` is the whole value; None until it is assigned."""
+    """A stand-in for an optimizer variable in a file or copy. `value`: the whole value; None until it is assigned."""
 
     def __init__(self, variable: keras.Variable, value: np.ndarray | None, state: WholeState):
         self.path, self.name, self.value = variable.path, variable.name, value
@@ -227,9 +227,9 @@ class OptimizerState:
         if self.reducer_or_none is None:
             raise InvalidRequestError(
                 f"this {self.class_name} cannot average gradients. It was made by calling the class of a distributed "
-                "optimizer, or is a copy without the original's local variables (register_local_var), groups of "
-                "variables, process set or parts. Write hvd.DistributedOptimizer(keras.optimizers."
-                f"{self.class_name}(...)) instead.")
+                "optimizer, or by copying an optimizer with something that a copy loses: local variables "
+                "(register_local_var), variable groups, a process set, or inner optimizers that are not distributed. "
+                f"Write hvd.DistributedOptimizer(keras.optimizers.{self.class_name}(...)) instead.")
         return self.reducer_or_none
 
     @property

@@ -4,7 +4,7 @@ The class has the bases Sharded, the mix-in that averages gradients, and the Ker
 it). Keras' `apply` gets this rank's parts as its variables, with the gradients of the parts. So Keras' own code does
 weight decay, moving averages of weights and accumulation. Clipping uses the norms of whole gradients.
 
-The module also replaces Keras' functions that save and load models. They get the whole state.
+The module also replaces Keras' functions that save and load models, so that files have the whole state.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from .shard_state import WholeState
 # These classes compute each element of a variable only from the same element of the gradient and of the state.
 _ELEMENT_WISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
 _INSTEAD = 'Use hvd.DistributedOptimizer, or MPIStrategy(variables="mirrored").'
-_NO_LOCAL = f"a sharded optimizer has no local variables (register_local_var, local_layers). {_INSTEAD}"
+_NO_LOCAL = f"a sharded optimizer does not support local variables (register_local_var, local_layers). {_INSTEAD}"
 
 
 def require_shardable(optimizer: Optimizer, uneven: str) -> None:
@@ -204,7 +204,7 @@ class Sharded:
         Before the first step, and in one process, the method does nothing.
 
         Args:
-            to: A rank of the job; None: all ranks of the optimizer. The whole state takes memory on these ranks.
+            to: A rank of the job; None: all ranks of its process set. The whole state takes memory there.
         """
         if self._mpistrat.whole is not None:
             self._mpistrat.whole.consolidate(to)
@@ -236,7 +236,7 @@ _ENDINGS = (".keras", ".h5", ".hdf5")
 
 @contextmanager
 def whole_state(optimizer: Optimizer, is_read: bool) -> Iterator[None]:
-    """Return a context in which `variables` of an optimizer and its inner optimizers has the whole state. Local.
+    """Return a context in which the attribute `variables`, also of inner optimizers, has the whole state. Local.
 
     Assigning a whole value in the context changes this rank's part. `is_read`: Whether values are read; if so, raises
     InvalidRequestError on a rank that does not have the whole state (see consolidate_state).

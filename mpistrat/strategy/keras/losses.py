@@ -66,9 +66,9 @@ def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reductio
 @functools.cache
 def _tell_of_number(model: str) -> None:
     if runtime.current().topology.rank == 0:
-        logger.warning("%s: a loss function returns one number for a batch. Training uses the mean of the numbers of "
-                       "all ranks, weighted by rows. This mean equals the loss of one process for a mean over rows, "
-                       "but not for a ratio (Dice) or a comparison of rows. Return a number per row if you can.", model)
+        logger.warning("%s: the loss function returns one number for a batch, so training uses the mean of the ranks' "
+                       "numbers, weighted by rows. That is the loss of the global batch for a mean over rows, but not "
+                       "for a ratio (Dice) or a comparison of rows. Return a number per row if you can.", model)
 
 
 @replaces(_loss_module.Loss, "__call__", "a loss that calls other losses would be divided by the number of ranks twice",

@@ -44,7 +44,7 @@ from . import step_state
 # all ranks have the usual number nothing is multiplied.
 
 _HALVES = (tf.float16, tf.bfloat16)
-_OWN_ROWS = ("iterate over strategy.experimental_distribute_dataset(dataset); in the function of "
+_OWN_ROWS = ("use strategy.experimental_distribute_dataset(dataset), or, in the function of "
              "distribute_datasets_from_function, dataset.shard(context.num_input_pipelines, context.input_pipeline_id)")
 
 
@@ -146,7 +146,7 @@ def compare_in_loop(optimizer: Optimizer, variables: Sequence[keras.Variable]) -
 
 
 class UnderStrategy:
-    """A mix-in for optimizers of a strategy. It is a base class before the mix-ins that reduce gradients."""
+    """A mix-in for optimizers of a strategy. Of the base classes it is the first, so its methods have priority."""
 
     is_distributed = False  # Not by itself
     _mpistrat: OptimizerState
@@ -172,7 +172,7 @@ class UnderStrategy:
         if step_state.strategy_here() is None or state.reducer is not None:  # An outer optimizer has reduced.
             if slots.are_sharded:
                 raise InvalidRequestError(f"{slots.option}: optimizer.apply reduces gradients, so it must run in a "
-                                          "replica. Call optimizer.apply in a function that strategy.run runs.")
+                                          "replica. Call optimizer.apply in a function that you pass to strategy.run.")
             return original_class(type(self)).apply(self, grads, given)
         compare_in_loop(self, variables)
         state.reducer = self._mpistrat.reducer

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Flags:
-    """Two values of a model (`usual_rows`, `logs_wanted`) that a compiled step reads. They are equal on all ranks."""
+    """Values for a model's compiled steps, equal on all ranks: the rows of a full batch, and whether logs are read."""
 
     def __init__(self) -> None:
         # The number of rows of a full batch on each rank, and whether a callback reads the logs of each batch.
@@ -95,7 +95,7 @@ def strategy_of(model: keras.Model | None) -> MPIStrategy | None:
 
 @contextlib.contextmanager
 def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator[None]:
-    """A context in which TensorFlow traces a step of `model`. It sets `state` for the step, from the batch `data`."""
+    """A context in which TensorFlow traces a step of `model`. It sets this thread's StepState from the batch `data`."""
     before = state.rows, state.weight
     state.rows, state.total = rows_of(data), None
     reductions = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(getattr(model, "loss", None))}
@@ -117,8 +117,8 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
 def share(of: tf.Tensor | None = None) -> tf.Tensor:
     """Return this rank's share of the rows of the global batch, times the number of ranks: 1 if the shares are equal.
 
-    With `of`, return this rank's share of the sum of all ranks' `of` instead. Requires `state.weight`. Collective. The
-    call is local if `of` is None and an earlier collective of the step has summed the rows.
+    If `of` is not None, return `of` divided by its mean over the ranks instead. `StepState.weight` must be set.
+    Collective, but local if `of` is None and an earlier collective of the step has summed the rows.
     """
     assert state.weight is not None
     size = tf.cast(tf.distribute.get_strategy().num_replicas_in_sync, tf.float32)

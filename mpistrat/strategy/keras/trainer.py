@@ -63,7 +63,7 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     if strategy is None:
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
-            warnings.warn("the model was built outside of strategy.scope(), so that each rank trains a separate "
+            warnings.warn("the model was built outside of strategy.scope(), so each rank trains a separate "
                           "model. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
         return original(self, step_function)
     if self.jit_compile and (reason := xla.why_not()):
@@ -186,7 +186,7 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
-    """Set the usual number of rows to the largest `rows` (rows of the first batch) of all ranks. Collective.
+    """Set the number of rows of a full batch: the largest `rows` (of the first batch) of all ranks. Collective.
 
     At the start of fit this only keeps `rows`. The ranks exchange `rows` later, together with other values.
     """
@@ -217,7 +217,7 @@ def _specs(iterator: keras_trainer.TFEpochIterator) -> Any:
 
 
 def _may_read_once(iterator: keras_trainer.TFEpochIterator) -> bool:
-    """Return whether each batch may be read only once, because a generator yields it. False if its spec is unknown."""
+    """Return whether each batch may be read only once, because a generator yields it. False if shapes are unknown."""
     if not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return isinstance(iterator.data_adapter, GeneratorDataAdapter)
     return takes_from_generator(iterator._distributed_dataset) and all(
@@ -433,7 +433,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
           "ref_obj = Layer()")
 def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
-    """Call `original` without collectives, because Keras makes an optimizer in it, on the writing rank only."""
+    """Call `original` without collectives. It makes an optimizer, and only the writing rank calls it."""
     with files.alone():
         return original(obj_type)
 

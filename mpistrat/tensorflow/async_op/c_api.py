@@ -66,7 +66,7 @@ _LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpK
 
 
 class CApi:
-    """The functions of the C API, as attributes. Raises OSError: no library; AttributeError: it lacks a function."""
+    """The C API's functions, as attributes. Raises OSError if there is no library, AttributeError if it lacks one."""
 
     def __init__(self, path: str):
         for loaded, prototypes in ((ctypes.PyDLL(path), _PROTOTYPES), (ctypes.CDLL(path), _UNLOCKED)):
@@ -90,7 +90,7 @@ def api() -> CApi | None:
 
 
 def require_api() -> CApi:
-    """Return the C API. Only for callers that know that it exists, for example from kernel.why_not()."""
+    """Return the C API. Only for use after a check that the API exists, for example by kernel.why_not()."""
     found = api()
     assert found is not None, "why_not was not called"
     return found
@@ -131,7 +131,7 @@ class _Function(ctypes.Structure):
 
 
 class Done:
-    """The function `done` of one call of a kernel. Construct it before the kernel returns. Any thread may `run` it."""
+    """The function `done` of one call of a kernel. To be made before the kernel returns. Any thread may call `run`."""
 
     __slots__ = ("_address", "_own")
 

@@ -47,11 +47,11 @@ def are_on_gpu(tensors: Sequence[tf.Tensor], process_set: int = 0) -> bool:
 
 
 def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
-    """Return the GPU on which tensors of a graph are reduced; None for the host, and if XLA compiles the graph.
+    """Return the GPU on which tensors of a graph are reduced; None if the host reduces them or XLA compiles the graph.
 
     Tensors are reduced on the GPU if there is one, no tensor is placed on the CPU, and all have floating-point or
     complex dtypes, as gradients do. For other dtypes TensorFlow has no GPU kernels, or keeps the tensors on the host.
-    TensorFlow places the tensors after tracing. If it places one on the host, it also copies that tensor to the GPU.
+    TensorFlow places the tensors after tracing. If it places one on the host after all, it also adds a copy to the GPU.
     """
     if tf.executing_eagerly() or not gpu_device.has_gpu() or xla.is_compiled():
         return None
@@ -68,7 +68,7 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 
 def _is_used(where: str, process_set: int) -> bool:
-    """Return whether tensors on the GPU `where` are reduced there. The first call tests this, and may warn. Local."""
+    """Return whether tensors on the GPU `where` are reduced there. The first call tests it, and may log a warning."""
     if go_by_host():
         return False
     if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
@@ -93,7 +93,7 @@ def run(where: str, name: str, make_request: MakeRequest, tensors: Sequence[tf.T
         make_request: Called with the tensors as GpuTensors.
         keeps_shapes: Whether each result has the shape of its tensor.
         observer: Called with copies of the tensors in host memory, before the collective is submitted.
-        bucket: The list of buckets, and the index of the bucket with these `tensors`; None if there is only one bucket.
+        bucket: If `tensors` are one of several buckets of a list: that list, and the index of this bucket.
             Ignored in a session, because a run of a session may execute only some of the buckets.
     """
     in_session = None if session_graph() is None else Executions()
@@ -122,8 +122,8 @@ def run_eagerly(make_request: MakeRequest, tensors: Sequence[tf.Tensor], keeps_s
                 process_set: int) -> list[tf.Tensor]:
     """Run one collective on eager tensors of this rank's GPU, and return results on the same GPU. Collective.
 
-    TensorFlow's operation only gives addresses and allocates the results. The GPU work of the collective is enqueued or
-    complete when this function returns. Raises the errors of `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
+    TensorFlow only returns addresses and allocates the results. When this function returns, the GPU work of the
+    collective is enqueued or complete. Raises the errors of `api.tensors.this_ranks_gpu` and `AsyncResult.wait`.
     """
     def lent(shapes: Sequence[tuple[int, ...]] | None) -> Memory:
         with tf.init_scope():  # The thread that drives the engine may be tracing a function.
@@ -141,8 +141,8 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
             memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
     """Return the tensors of a collective on the GPU `where`, in the engine's form. `owner` keeps the tensors alive.
 
-    `memory`: Allocates results of the given shapes (None: of the tensors' shapes). For None and () it also returns the
-        addresses of the tensors.
+    `memory`: Called with the shapes of the results to allocate; None: the results have the shapes of the tensors; ():
+        there are no results yet. For None and for () the Memory also contains the tensors' own addresses and shapes.
     """
     device = device_at(where)
     found = streams.stream_for(device, where, process_set)

@@ -72,7 +72,8 @@ class Memory(NamedTuple):
 class Call:
     """One execution of the kernel. `complete` or `fail` must be called once, in any thread.
 
-    Until then TensorFlow keeps the memory of inputs and outputs. The execution fails if its Call is deleted before.
+    Until then TensorFlow keeps the memory of inputs and outputs. If neither was called when the Call is deleted, the
+    execution fails.
     """
 
     __slots__ = ("_api", "_context", "_done", "_status", "is_ended")
@@ -161,7 +162,7 @@ class Call:
 
     @property
     def iteration(self) -> tuple[int, int]:
-        """The loop around the node, as a hash of names and iterations (0: no loop), and the current iteration."""
+        """The id of the loop around the node (0: no loop), different in each outer iteration; and the iteration."""
         return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
     def write_number(self, index: int, value: int) -> None:
@@ -197,10 +198,10 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
     """Add a node that calls `target` to the graph, on the current device. The graph keeps `target` alive.
 
     Args:
-        tensors: The last inputs, at least one. For each tensor the node has an output of its dtype, of unknown shape.
-        past: int64 scalars in host memory. They follow the first input, which is the number of `target`.
-        order: Resources, the inputs after `past`.
-        numbers: How many int64 outputs in host memory follow the outputs for `tensors`.
+        tensors: At least one. The node's inputs are the number of `target`, and then `past`, `order` and `tensors`.
+        past: int64 scalars in host memory.
+        order: Resources. TensorFlow runs nodes that have a resource in common one after the other.
+        numbers: The node has an output of unknown shape for each tensor, and then this many int64 outputs, on the host.
     """
     number = _targets.add(target)
     keep_in_graph(target)
@@ -230,8 +231,8 @@ def _compute(kernel: int | None, of_kernel: int, done: int) -> None:
     try:
         target = _targets.get(c_int32.from_address(call.address(0)).value)
         if target is None:
-            raise EngineError("a collective was called after its tf.function or graph was deleted, or in another "
-                              "process than the one that has made it. Make the function again in this process.")
+            raise EngineError("a collective cannot run, because its tf.function or graph was deleted, or was created "
+                              "by another process. Create the tf.function or graph again in this process.")
         target.compute(call)
     except BaseException as error:
         call.fail(*described(error))
@@ -267,7 +268,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """A target that stores the addresses and shapes of a call's tensors in `found`, and completes the call at once."""
+    """The target that `lent` uses. Its attribute `found` gets the addresses and shapes of the tensors of a call."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes
@@ -283,7 +284,8 @@ class _Lending:
 def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None) -> Memory:
     """Create an uninitialised tensor for each of the eager `tensors`, on their device; return the memory of both.
 
-    Does not wait for the GPU. `shapes`: Those of the new tensors; None: those of `tensors`; (): no elements at all.
+    Does not wait for the GPU. `shapes`: The shapes of the new tensors. None: the shapes of `tensors`. (): the new
+    tensors have no elements, because only the addresses of `tensors` are needed.
     """
     target = _Lending(len(tensors), shapes)
     results = execute(target, tensors)
@@ -309,7 +311,7 @@ def why_not() -> str:
     if api() is None:
         return f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"
     if is_deleted_by_tensorflow() is None:
-        return f"TensorFlow {tf.__version__} passes completion functions of an unknown kind"
+        return f"TensorFlow {tf.__version__} passes completion functions of a type that mpistrat does not know"
     results: list[object] = []
 
     def go() -> None:

@@ -61,9 +61,9 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def number_of_execution() -> list[tf.Tensor]:
-    """Return [the number of the call] while a function of a session's graph is traced; else [].
+    """Return the number of the current call, as a list of one tensor. The list is empty outside of functions.
 
-    In the gradient of a function, it is the number of the call of the function itself.
+    In the gradient of a function, the number is that of the forward call. Only for graphs of sessions.
     """
     execution = current_execution.get()
     if execution is not None and execution.is_past:

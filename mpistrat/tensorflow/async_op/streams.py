@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BY_HOST = ("rank %d: TensorFlow's tensors on a GPU are copied to the host and reduced there as CPU tensors: %s. If "
-           "other ranks can use their GPUs, set MPISTRAT_GPU_OPERATIONS=host for all of them.")
+BY_HOST = ("rank %d: TensorFlow's GPU tensors are copied to the host and reduced there as CPU tensors: %s. If other "
+           "ranks do not log this warning, set MPISTRAT_GPU_OPERATIONS=host on all ranks.")
 _CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 
 
@@ -56,7 +56,7 @@ class ContextStream:
 
 
 class _Handler:
-    """The Python object that a custom call of XLA calls: it stores the address of XLA's stream in `pointer`."""
+    """The Python object that a custom call of XLA calls: its attribute `pointer` gets the address of XLA's stream."""
 
     pointer = 0
 
@@ -67,7 +67,7 @@ class _Handler:
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
     """Return TensorFlow's stream, by a call of a compiled function. Raises EngineError before TensorFlow 2.21."""
     if ffi.api() is None:
-        raise EngineError(f"TensorFlow {tf.__version__} hides its stream (2.21 does not)")
+        raise EngineError(f"TensorFlow {tf.__version__} does not tell mpistrat its CUDA stream (TensorFlow 2.21 does)")
     handler = _Handler()
 
     @tf.function(autograph=False, jit_compile=True)
@@ -123,17 +123,17 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
     try:
         with device.current():
             check_waiting(own, device, where)
-        logger.info("rank %d: checks of TensorFlow's stream on %s: proved", rank, where)
+        logger.info("rank %d: the check of TensorFlow's CUDA stream on %s has passed", rank, where)
         return (Found(own, own),) * 2
     except Exception as error:
-        logger.warning("rank %d: TensorFlow's stream cannot wait for reductions on its GPU, so the host waits for "
-                       "them: %s", rank, one_line(error))
+        logger.warning("rank %d: the host waits for reductions on the GPU, because the check of TensorFlow's CUDA "
+                       "stream has not passed: %s", rank, one_line(error))
         return (Found(own, None),) * 2
 
 
 def _checked(way: Callable[["Device", str], RecordedStream], device: "Device", where: str,
              reasons: list[str]) -> RecordedStream | None:
-    """Return the stream of `way` if it passes the check. If not, add the reason to `reasons` and return None."""
+    """Return the result of `way` if it passes `check`. If not, add the reason to `reasons` and return None."""
     try:
         with device.current():
             stream = way(device, where)
@@ -149,7 +149,7 @@ def check_waiting(stream: RecordedStream, device: "Device", where: str) -> None:
     nbytes = device.checked_bytes
     scratch = device.scratch(nbytes)
     if scratch is None:
-        raise EngineError(f"the check of streams needs {nbytes} bytes of GPU memory, which are not free")
+        raise EngineError(f"the check of CUDA streams needs {nbytes} bytes of GPU memory, and not enough is free")
 
     def race(work: int) -> Race:
         given, read = tf.ones([nbytes // 4]), tf.zeros([nbytes // 4])

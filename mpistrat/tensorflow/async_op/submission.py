@@ -1,4 +1,4 @@
-"""What the nodes of a graph submit to the engine: a collective with its arrays, under the name for one execution."""
+"""What a node of a graph submits to the engine in each execution: a collective, its name and its arrays."""
 
 import dataclasses
 import functools
@@ -49,8 +49,8 @@ class CollectiveCallSite(CallSite):
 
     Args:
         make_request: Makes the engine's request from the arrays. It must not refer to the graph.
-        execution: The execution of the function with the node; None: its number is not needed.
-        in_session: Distinguishes the executions of a node in a session's graph; None in other graphs.
+        execution: The execution to which the node belongs, if its number is needed; else None.
+        in_session: Makes a suffix of the name for each execution in a session's graph; None in other graphs.
     """
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest,
@@ -67,7 +67,7 @@ class CollectiveCallSite(CallSite):
         return {own, *(f"{own}#{suffix}" for suffix in self._in_session.seen)} if self._in_session else {own}
 
     def host_submission(self, inputs: Sequence[np.ndarray]) -> Submission:
-        """Return the collective of a node on the CPU. In a gradient the last input is the number of the execution."""
+        """Return the collective of a CPU node. In a gradient the last input is the number of the forward execution."""
         arrays = list(map(np.asarray, inputs))  # TensorFlow passes scalars of numpy too.
         return self.submission(arrays, int(arrays.pop()) if self._has_past else None)
 
@@ -101,10 +101,7 @@ class CollectiveCallSite(CallSite):
 
 
 class AsyncCallSite(CollectiveCallSite):
-    """The target of a node of the asynchronous operation (see kernel.py): the Python object that the node calls.
-
-    `first`: The index of `tensors[0]` among the inputs of the node.
-    """
+    """The Python object that a node of the asynchronous operation calls: its target (see kernel.py)."""
 
     def __init__(self, name: str, process_set: int, make_request: MakeRequest, execution: Execution | None,
                  observer: Observer | None, in_session: "Executions | None", tensors: Sequence[tf.Tensor], first: int):
@@ -118,7 +115,7 @@ class AsyncCallSite(CollectiveCallSite):
 
         Args:
             arrays, fetched: As for `submission`.
-            kinds: TensorFlow's number for the dtype of each result in host memory; (): the engine fills the outputs.
+            kinds: TensorFlow's number for the dtype of each result, if they are on the host. (): they are on a GPU.
         """
         past: int | str | None = call.number(1) if self._has_past else None  # Never in a session.
         if self._in_session is not None:
@@ -179,8 +176,8 @@ def _next_call() -> tf.Tensor:
     while True:
         if _loops_of_v1(graph):
             raise InvalidRequestError("a tf.function with a collective cannot be called in a loop of TensorFlow 1's "
-                                      "control flow. Call a plain function there, or leave out tf.compat.v1."
-                                      "disable_control_flow_v2() and disable_v2_behavior().")
+                                      "control flow. Call a function without @tf.function there, or leave out "
+                                      "tf.compat.v1.disable_control_flow_v2() and disable_v2_behavior().")
         if isinstance(graph, WHILE_GRAPHS):
             counter = captured_in_function(graph.get_operations()[0].outputs[0])  # its first argument
             assert counter is not None

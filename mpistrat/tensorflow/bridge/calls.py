@@ -79,7 +79,7 @@ def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
 
 
 def set_key(node: tf.Operation, number: int) -> None:
-    """Set the key by which `_sites` finds a node's site to the number of its target. Callbacks have a token instead."""
+    """Store the number of a node's target in the node, as the key by which `_sites` finds the node's site."""
     set_node_attribute(node, _SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
 
 
@@ -172,7 +172,7 @@ def _enter(sites: Sequence[CallSite]) -> None:
 
 
 def _leave(sites: Sequence[CallSite]) -> None:
-    """Record that this thread's call has ended. Raise the exception that a signal handler raised during the call."""
+    """Record that this thread's call has ended. If a signal handler raised an exception meanwhile, raise it now."""
     thread, late = threading.get_ident(), None
     for site in sites:
         if thread in site.running:
@@ -186,9 +186,9 @@ def _leave(sites: Sequence[CallSite]) -> None:
 
 
 def _refuse(site: CallSite) -> None:
-    problem = (f"{site.name}: two threads run one graph with this collective at the same time, one of them "
+    problem = (f"{site.name}: two threads run one graph with this collective at the same time, one of them the thread "
                f"{threading.current_thread().name!r}. The ranks cannot tell the two apart, and would mix up their "
-               f"tensors. Give each thread a separate function or graph. The collective is made by "
+               f"tensors. Give each thread a separate function or graph. The collective comes from "
                f"{site.origin.place()}.")
     # On all ranks: each rank may find another thread first.
     runtime.group_of(site.name, site.process_set).engine.break_off(problem)

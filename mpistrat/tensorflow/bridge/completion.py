@@ -107,7 +107,7 @@ class CompletionQueues:
             self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """Return a ticket for a collective that is already complete: a negative number, and no element to read."""
+        """Return a ticket for a complete collective. Its number is negative, and the await dequeues no element."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:

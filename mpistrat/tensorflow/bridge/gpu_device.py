@@ -25,7 +25,7 @@ def device_at(where: str) -> "Device":
 
 
 def why_no_gpu(where: str) -> str:
-    """Return why the engine cannot use TensorFlow's GPU `where`, or "" if it can. Raises as device_at.
+    """Return why the engine cannot use TensorFlow's GPU `where`, or "". Raises InvalidRequestError as device_at does.
 
     The first call opens the GPU. This fails if cupy is missing or cannot use the driver, or if the GPU is full or
     reserved by another process. If `where` is "", no GPU is opened: only an already known problem is returned.

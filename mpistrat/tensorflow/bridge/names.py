@@ -79,7 +79,7 @@ def of(owner: str, process_set: int = 0) -> str:
 
 
 def of_gradient(name: str, process_set: int) -> str:
-    """Return a name for the collective that computes the gradient of `name`; in a graph a new name at each call."""
+    """Return a name for the collective in the gradient of collective `name`; in a graph, a new name at each call."""
     return of(f"{name}/gradient", process_set)
 
 
@@ -134,14 +134,13 @@ class OptimizerName:
             self._number = next(original._copies)
 
     def __reduce__(self) -> Any:
-        """Make pickle and copy store only `place`, the number by which `_at` finds this object again."""
+        """Make pickle and copy store only two numbers, with which `_at` finds this object or makes a new one."""
         return _at, (self.place, self._process_set)
 
     def __call__(self) -> str:
         """Return the name. Called when the optimizer averages gradients.
 
-        Raises InvalidRequestError: This thread or another one has made the optimizer, and the ranks cannot distinguish
-        the two threads.
+        Raises InvalidRequestError: As `eager`, if a thread with the name of this thread made the optimizer.
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"
@@ -160,12 +159,12 @@ class OptimizerName:
 
 
 def _at(place: int, process_set: int) -> OptimizerName:
-    """Return the OptimizerName that has this place in this process, or a new one in a process without the place."""
+    """Return the OptimizerName with the number `place`, or a new one if this process has none with that number."""
     return _by_place.get(place) or OptimizerName(process_set)
 
 
 def _run_of(process_set: int) -> int:
-    """Return a number that differs for each init(), which reuses ids of process sets; 0 for the set of all ranks."""
+    """Return a number for this init(), since the next one reuses ids of process sets; 0 for the set of all ranks."""
     if process_set == 0 or not runtime.is_initialized():
         return 0
     return _runs.setdefault(runtime.current(), next(_run_numbers))
@@ -195,9 +194,10 @@ _MAIN = threading.main_thread().ident
 def prefix(is_exclusive: bool = False) -> str:
     """Return what the names of this thread's collectives begin with: "" in the main thread, elsewhere "<thread>/".
 
-    `is_exclusive`: Whether the collective is for a process set, not for all ranks. If so, there is no error.
+    `is_exclusive`: Whether other threads may have the same prefix, because the collectives belong to a process set or
+        their names come from users or optimizers. If True, this function does not raise InvalidRequestError.
 
-    Raises InvalidRequestError: As `eager`. In a job of several ranks, the engines of all ranks end too.
+    Raises InvalidRequestError: As `eager`. In a job of several ranks this also ends the engines of all ranks.
     """
     if _state.space is not None:
         return _state.space

@@ -11,9 +11,9 @@ TensorFlow waits for the stateful nodes of a function, and the dequeue that awai
 A function that XLA compiles may use only variables of its own device. So compiled functions on a GPU have a separate
 token. They need no order with GPU nodes outside of compiled functions, because no thread waits in such nodes.
 
-The gradient of a function has no token. TensorFlow adds no control dependencies there. Where the gradient of a branch
-or a loop calls such a function, nothing can be captured. Instead, the names of the collectives in the gradient contain
-the number of an execution, see `Execution`.
+The gradient of a function has no token. TensorFlow adds no control dependencies there. And if the gradient of a branch
+or a loop calls the gradient of a function, the latter cannot capture anything. Instead, the names of the collectives in
+the gradient contain the number of an execution, see `Execution`.
 
 The gradient of a branch or a loop in a function can capture only tensors of the graph directly around it. So each graph
 captures the token from the next outer graph.
@@ -55,7 +55,7 @@ def complete_in_order(results: list[tf.Tensor], device: str = HOST) -> None:
 
 
 def after_completed() -> AbstractContextManager[None]:
-    """Return a context: its nodes wait for the results of earlier `complete_in_order` calls, but not for each other."""
+    """Return a context. Nodes made in it wait for the results that `complete_in_order` got, but not for each other."""
     handle = _token(HOST)
     return nullcontext() if handle is None else tf.control_dependencies([_write(handle, HOST)])
 
@@ -113,14 +113,14 @@ def capture_in_order(handle: tf.Tensor) -> tf.Tensor:
 
 
 def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
-    """Return the function graph around `graph` if this is a branch or a loop, else `graph`. None: the current graph."""
+    """Return the function that contains `graph` (None: the current graph) if it is a branch or loop, else `graph`."""
     return _path_from_function(tf.compat.v1.get_default_graph() if graph is None else graph)[0]
 
 
 def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """Return a tensor of the traced function, captured into the current branch or loop; None for other tensors.
+    """Return a tensor of the traced function in the form that the current branch or loop can use; None for others.
 
-    In eager code, return an eager tensor itself, and None for other tensors.
+    In eager code, return eager tensors unchanged, and None for tensors of graphs.
     """
     is_eager = hasattr(tensor, "numpy")
     if tensor is None or is_eager or tf.executing_eagerly():
@@ -147,9 +147,9 @@ def in_gradient() -> bool:
 
 
 def session_graph() -> tf.Graph | None:
-    """Return the graph of a session that is being built, also while its branches, loops and functions are traced.
+    """Return the tf.compat.v1 graph that the caller adds nodes to, directly or in a branch, loop or function in it.
 
-    None in eager code, and while a tf.function that Python calls is traced.
+    None in eager code, and while a tf.function is traced that eager code calls: no session runs such graphs.
     """
     if tf.executing_eagerly():
         return None

@@ -51,7 +51,7 @@ class ReduceSpec:
     has_gradient: bool = False
 
     def of(self, members: Sequence[int], name: str = "") -> "ReduceSpec":
-        """Return the spec for some of its tensors. `members`: Their positions among all tensors of this spec."""
+        """Return a spec for some tensors of this spec. `members`: The positions of these tensors in this spec."""
         return replace(self, name=name or self.name,
                        labels=list(map(self.labels.__getitem__, members)) if self.labels else (),
                        indices=list(map(self.indices.__getitem__, members)) if self.indices else list(members))
@@ -59,7 +59,7 @@ class ReduceSpec:
 
 @dataclass
 class GraphBucket:
-    """The tensors of one collective, as indices into a list: single tensors, and tensors to concatenate, by dtype."""
+    """The tensors of one collective, as indices in a list. Some are alone; others are concatenated, by dtype."""
 
     single: list[int] = field(default_factory=list)
     joined: dict[tf.DType, list[int]] = field(default_factory=dict)
@@ -73,8 +73,8 @@ class GraphBucket:
     def layout(self, of_list: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return Request.layout: for each array to submit, the indices of its tensors in the caller's list.
 
-        The result is () if each array is one tensor, in ascending order, and no tensor of the list is left out.
-        `of_list`: The index of each tensor in the caller's list.
+        The result is () if each array is one tensor, the indices ascend, and no tensor of that list is left out.
+        `of_list[i]`: The index in the caller's list of the tensor that has the index i in this bucket.
         """
         is_simple = not self.joined and self.single == sorted(self.single)
         if is_simple and list(of_list) == list(range(len(of_list))):
@@ -87,8 +87,8 @@ def plan(tensors: Sequence[tuple[tf.DType, tf.TensorShape]], bucket_bytes: int =
          first_bytes: int | None = None, small_bytes: int = JOINED_TENSOR_BYTES) -> list[GraphBucket]:
     """Distribute tensors over buckets, from the last tensor to the first, as core.fusion.buckets_from_last does.
 
-    A bucket has at most `bucket_bytes`, the first one at most `first_bytes`. Tensors of less than `small_bytes` are
-    concatenated. A tensor of unknown static shape is not concatenated, and counts as `small_bytes`.
+    A bucket has at most `bucket_bytes` (the first: `first_bytes`) unless it is one large tensor. Tensors of less than
+    `small_bytes` are concatenated. A tensor of unknown static shape is not concatenated, and counts as `small_bytes`.
     """
     known = [shape.is_fully_defined() for _, shape in tensors]
     nbytes = [int(np.prod(shape.as_list(), dtype=np.int64)) * dtype.size if is_known else small_bytes
@@ -166,7 +166,7 @@ def submission_order(buckets: Sequence[Sequence[tf.Tensor]]) -> list[int]:
 
 
 def limits_of(asked: int, device: str | None) -> tuple[int, int]:
-    """Return the largest sizes of a bucket and of the first bucket, in bytes. `asked`: 0 for the default sizes."""
+    """Return the largest sizes of a bucket and of the first bucket, in bytes. `asked`: The size to use; 0: defaults."""
     job = runtime.current()
     # Between hosts, sending the data of a bucket takes longer than the overhead of a bucket.
     if not asked and device is None and job.spans_hosts and job.settings.uses("small_buckets"):
@@ -177,7 +177,7 @@ def limits_of(asked: int, device: str | None) -> tuple[int, int]:
 
 def _reduce_bucket(tensors: Sequence[tf.Tensor], bucket: GraphBucket, spec: ReduceSpec,
                    run: Callable) -> list[tuple[int, tf.Tensor]]:
-    """Reduce one bucket; return (index, result) pairs. `spec`: That of all `tensors`, with the name of the bucket."""
+    """Reduce one bucket; return (index, result) pairs. `spec`: For all `tensors`, but named after the bucket."""
     order, layout = bucket.order, bucket.layout(spec.indices or range(len(tensors)))
     own_labels = tuple(map(spec.labels.__getitem__, order)) if spec.labels else ()
     joined_specs = tuple([TensorSpec(tensors[i].dtype.name, tuple(tensors[i].shape.as_list()))

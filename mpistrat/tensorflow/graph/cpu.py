@@ -71,9 +71,9 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
         tensors: At least one.
         shapes: The static shape of each result, as far as it is known.
         process_set: The id of the process set. `make_request` must put the same id into the request.
-        wait, observer: In a graph, whether the submit waits for the result; and a function to call before the submit.
-        times_rows: For XLA, which must know all shapes: the number of rows of a result, divided by that of its tensor.
-            0: the numbers of rows are those of `shapes`.
+        wait, observer: Only for graphs: whether the submit waits for the result; a function to call before the submit.
+        times_rows: Only for XLA, which must know all shapes: a result has this many times the rows of its tensor.
+            0: a result has as many rows as in `shapes`.
 
     Raises:
         Eagerly, errors of mpistrat.core.errors, which are also instances of the class of tf.errors that Horovod raises.

@@ -89,15 +89,15 @@ class _Awaiting:
         self.started: dict[CollectiveCallSite, tuple[Handle, GpuTensors]] = {}
 
     def finish(self, stream: RecordedStream) -> tuple[list[GpuTensors], list[Exception]]:
-        """Wait for all started collectives, because XLA frees their memory after a failed call and after the last call.
+        """Wait for all started collectives, because XLA frees their memory after the awaiting call or a failed call.
 
-        Returns the tensors of the collectives, which `stream` waits for, and the errors of the collectives.
+        Makes `stream` wait for their results. Returns the tensors and the errors of the collectives.
         """
         started, self.started = self.started, {}
         errors: list[Exception] = []
         for site, (handle, tensors) in started.items():
-            _await(site, handle)
             try:
+                _await(site, handle)
                 handle.wait()
             except Exception as error:
                 errors.append(error)
@@ -112,8 +112,8 @@ class _Awaiting:
         given = {array.address for array in memory.arguments}
         moved = any(array.nbytes and array.address not in given for tensors in started for array in tensors)
         if moved or not memory.is_in_place(1, len(self.dtypes) - 1):
-            raise EngineError("XLA has moved the results of collectives in memory before they were complete. "
-                              "Set MPISTRAT_DISABLE=xla and leave out jit_compile=True.")
+            raise EngineError("XLA has moved the results of collectives to other memory before the collectives were "
+                              "complete. Set MPISTRAT_DISABLE=xla, and leave out jit_compile=True.")
 
 
 def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shapes: Sequence[tf.TensorShape],
@@ -253,7 +253,7 @@ class _CompiledCallSite(CollectiveCallSite):
             handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
-        """Submit the collective, and wait for it, or let `_awaiting` wait. A future would also block this thread."""
+        """Submit the collective, and wait for it unless `_awaiting` will. With a future, XLA would block the thread."""
         count = len(self._given) - 1 - self._has_past
         past = int(memory.on_host(1 + count, 1)[0]) if self._has_past else None
 
@@ -279,7 +279,7 @@ class _CompiledCallSite(CollectiveCallSite):
                 memory.write(index, value)
 
     def _found(self, handle: Handle, its: Submission, memory: Sequence[Any]) -> Sequence[Any]:
-        """Wait for the results. Raises the collective's error; InvalidRequestError: `memory` has different shapes."""
+        """Wait for the results. Raises the collective's error, or InvalidRequestError if `memory` has other shapes."""
         found, ranks = handle.wait(), its.group.topology.size
         for result, fixed in zip(found, memory, strict=True):
             if result.shape == fixed.shape:
@@ -290,9 +290,9 @@ class _CompiledCallSite(CollectiveCallSite):
                     "ranks now, and the result has another shape. Create the tf.function again after ranks are lost.")
             raise InvalidRequestError(
                 f"{handle.name}: all ranks must pass the same number of rows to a collective that XLA has compiled. "
-                f"The compiled result has shape {fixed.shape}, but the ranks' rows make {result.shape}. Use batches of "
+                f"The result was compiled with shape {fixed.shape}, but now has shape {result.shape}. Use batches of "
                 "the same size on all ranks, or pass sparse_as_dense=True for sparse gradients, or leave jit_compile "
-                "out of the function that gathers.")
+                "out of the function.")
         return found
 
     def _submitted(self, its: Submission) -> Handle:

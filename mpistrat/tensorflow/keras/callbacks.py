@@ -1,4 +1,4 @@
-"""The names of mpistrat.keras.callbacks under Horovod's: `from mpistrat.tensorflow.keras.callbacks import ...`."""
+"""The names of mpistrat.keras.callbacks under Horovod's module name, mpistrat.tensorflow.keras.callbacks."""
 
 from ...api import missing_names
 from ...keras.callbacks import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The names of mpistrat.keras.elastic under Horovod's: `mpistrat.tensorflow.keras.elastic`."""
+"""The names of mpistrat.keras.elastic under Horovod's module name, mpistrat.tensorflow.keras.elastic."""
 
 from ...api import missing_names
 from ...keras.elastic import *  # noqa: F403

@@ -30,7 +30,7 @@ def note_gradient() -> None:
 
 
 def compiled_function() -> tf.Graph:
-    """Return the outermost function around the traced graph that XLA compiles as a whole."""
+    """Return the outermost function that contains the traced graph and that XLA compiles as a whole."""
     function = enclosing_function()
     # The context is that of the graph that calls the function, or else of the function itself.
     while not (in_xla_context(function) or in_xla_context(function.outer_graph)):
@@ -51,7 +51,7 @@ def device_here() -> str:
 def why_not() -> str:
     """Return why XLA cannot compile collectives in this process; "" if it can."""
     if ffi.api() is None:
-        return f"TensorFlow {tf.__version__} has no interface for collectives in XLA; TensorFlow 2.21 has"
+        return f"TensorFlow {tf.__version__} has no interface for collectives in XLA, but TensorFlow 2.21 has one"
     if runtime.is_initialized() and not runtime.current().settings.uses("xla"):
         return "MPISTRAT_DISABLE=xla is set"
     if not has_gpu():
@@ -59,7 +59,7 @@ def why_not() -> str:
     # Of several GPUs the script may use another one than the first.
     if reason := why_no_gpu("/device:GPU:0" if len(tf.config.get_visible_devices("GPU")) == 1 else ""):
         return reason
-    return "MPISTRAT_GPU_OPERATIONS=host keeps GPU tensors on the host" if go_by_host() else ""
+    return "with MPISTRAT_GPU_OPERATIONS=host, the host reduces GPU tensors" if go_by_host() else ""
 
 
 def require() -> None:

@@ -50,8 +50,8 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
     Args:
         target: The Python object to call.
         inputs: At least one. Their numbers of dimensions must be known. XLA learns unknown sizes when it compiles.
-        dtypes, shapes: Those of the results, at least one. An unknown size is that of the input with the same index.
-        times_rows: The factor for an unknown first dimension: it is that of the input, times this number.
+        dtypes, shapes: Of the results. There is at least one. An unknown size is that of the input with the same index.
+        times_rows: An unknown first dimension of a result is that of the input, multiplied by this number.
         in_place: The indices of the results that have the memory of the inputs with the same indices.
     """
     number = _targets.add(target)
@@ -72,9 +72,9 @@ _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
              in_place: Sequence[int]) -> str:
-    """Return the program of one call. It has layouts, or else XLA would choose the order of dimensions in memory.
+    """Return the program of one call. It fixes the order of dimensions in memory, which XLA would choose otherwise.
 
-    If a size is unknown, the shapes of all results are operands too. XLA computes and removes these when it compiles.
+    If a size is unknown, the shapes of all results are operands too. XLA computes and removes them when it compiles.
     """
     known = all(None not in shape for _, shape in returned)
     shapes = [] if known else [(tf.int32, (len(shape),)) for _, shape in returned]
@@ -137,8 +137,8 @@ def _execute(call: ffi.Call) -> tuple[str, int] | None:
     target = _targets.get(call.number)
     try:
         if target is None:
-            raise EngineError("a compiled function with a collective was called after its tf.function was deleted, or "
-                              "in another process than the one that has traced it. Trace it again in this process.")
+            raise EngineError("a collective cannot run, because the compiled tf.function that contains it was deleted, "
+                              "or was traced by another process. Trace the tf.function again in this process.")
         target.execute(call)
     except BaseException as error:
         return described(error)
@@ -152,7 +152,7 @@ _targets = Targets[Target](56, lambda: ffi.register(_NAME, "CUDA" if has_gpu() e
 
 
 def place_of(call: ffi.Call) -> "tuple[Device, GpuStream]":
-    """Return the GPU that runs a program, and XLA's stream. Raises as api.tensors.this_ranks_gpu. Patched in tests."""
+    """Return the GPU of a call, and XLA's stream. Raises the errors of api.tensors.this_ranks_gpu. Patched in tests."""
     device = this_ranks_gpu(call.device_number())
     return device, device.stream_at(call.stream())
 
@@ -179,7 +179,7 @@ class GpuMemory:
     def tensors(self, arguments: Sequence[GpuArray], results: Sequence[GpuArray], reads: bool = True) -> GpuTensors:
         """Return some of the arguments in the engine's form, with the memory of their results.
 
-        `reads`: Whether XLA's stream may read the results once the request is complete. If False, a later call waits.
+        `reads`: Whether XLA may read the results after this call. If False, a later call waits for them first.
         """
         def allocate(shapes: Sequence[tuple[int, ...]]) -> Allocated:
             made = [result if shape == result.shape else self._other(shape, result.dtype)
@@ -193,7 +193,7 @@ class GpuMemory:
         return tensors
 
     def _other(self, shape: tuple[int, ...], dtype: np.dtype) -> GpuArray:
-        """Return memory for a result of an unexpected shape: the collective needs it, and then the call fails."""
+        """Return memory for a result of an unexpected shape. The collective needs it; afterwards the call fails."""
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self._device.scratch(max(nbytes, 1))
         if memory is None:

@@ -41,7 +41,7 @@ class Version(Structure):
 
 
 class Metadata(Structure):
-    """XLA_FFI_Metadata without the last field, which only handlers with a state set."""
+    """XLA_FFI_Metadata without the last field, which is only for handlers that have a state."""
 
     _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32))
 
@@ -218,7 +218,7 @@ class Future:
 
 
 def register(name: str, platform: str, execute: Callable[[Call], tuple[str, int] | None]) -> None:
-    """Register the handler of the custom calls with this name in programs. To be called once in a process.
+    """Register the handler of all custom calls that programs make by this name. To be called once in a process.
 
     Args:
         platform: "Host" for code on the CPU; "CUDA" for a GPU, with arguments and results in GPU memory.

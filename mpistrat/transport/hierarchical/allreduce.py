@@ -38,13 +38,13 @@ def cross_comm(comm: MPI.Comm, topology: Topology) -> MPI.Comm:
 class QuantisedExchange:
     """All-reduces of slices as 8-bit numbers, one after the other. `comm` has one rank of each host.
 
-    Two hosts, or more hosts with a small slice, send each other the whole slice. Each host sums the 8-bit numbers of
-    all hosts, also its own, in float32 and in host order. With a larger slice, each of more than two hosts sums one
-    part, its own unrounded values first, and sends the sum as 8-bit numbers, which it also decodes. Therefore all hosts
-    have the same bits.
+    If there are two hosts, or the slice is small, the hosts send each other the whole slice. Each host sums the 8-bit
+    numbers of all hosts, its own included, in float32 and in host order. Otherwise each host sums one part of the slice
+    in float32: its own values, which are not rounded, and the 8-bit numbers of the others. It sends the sum as 8-bit
+    numbers, and itself uses these, too. Therefore all hosts have the same bits.
 
-    A host keeps the rounding errors of what it sends: of its values, or of the sum of its part. The errors of all hosts
-    add up to the error of all results so far.
+    A host keeps the rounding errors of what it sends. The errors that all hosts keep add up to the difference between
+    the sum of all results so far and the exact sum.
 
     `comm` is COMM_NULL on a rank that sends nothing. Objects of the same thread may share `codec`.
     """
@@ -121,8 +121,8 @@ class QuantisedExchange:
 class HierarchicalData(TwoShotData):
     """Collectives among the ranks of several hosts.
 
-    All ranks of a host pack a chunk into shared memory. Each of its first ranks reduces one slice, and all-reduces it
-    over its cross_comm, in parallel with the others. Then all ranks unpack all slices. A slice is exchanged as in
+    All ranks of a host pack a chunk into shared memory. Its first ranks, at most `senders`, each reduce one slice, and
+    all-reduce it over their own `cross`, in parallel. Then all ranks unpack all slices. A slice is exchanged as in
     MpiData, except that two hosts exchange whole slices. Between H hosts, each host sends 2 (H-1)/H of its bytes.
     Several chunks are in flight at different stages, so that the network and the memory work in parallel. A rank that
     is the only one of its host sends from its tensors and reduces into its targets, if a slice belongs to one tensor.

@@ -47,8 +47,8 @@ class PiggybackedReduce(Prepared):
 class Piggyback:
     """The memory of one host for all-reduces whose data are sent together with votes.
 
-    Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host does not pack a single
-    array, but reads it in place. When all ranks have voted and are ready, the first rank reduces the parts
+    Each rank packs its part into its slot of shared memory (`pack`). If the part is one array, the first rank of the
+    host reads it in place instead. When all ranks have voted and are ready, the first rank reduces the parts
     (`reduce_host`), and sends the result with the host's vote. Then it reduces the results of all hosts into the result
     slot (`reduce_hosts`), and posts the outcome. Each rank copies the result (`PiggybackedReduce.finish`).
 
@@ -202,7 +202,7 @@ class DirectExchange(LeaderExchange):
         self._have_votes, self.is_under_way = False, True
 
     def _further_pieces(self, message: np.ndarray, end: int) -> list[np.ndarray]:
-        """Return all pieces, except the first, of a message of `end` bytes."""
+        """Return the pieces, except the first, in which the `end` bytes of `message` are sent."""
         return [message[start:min(start + EAGER_MESSAGE_BYTES, end)]
                 for start in range(self._first, end, EAGER_MESSAGE_BYTES)]
 

@@ -26,7 +26,7 @@ class MpiControl(ControlPlane):
         comm: The communicator of all ranks, reserved for this object. `close` frees `comm`.
         channel: This rank's channel to `local_ranks`, the ranks on this host. `close` closes `channel`.
         peers: All ranks that may send messages to this rank.
-        polls: Whether to poll MPI in any case. Needed if the `has_news` of `channel.watch` looks for MPI messages.
+        polls: Whether to poll MPI in any case, because the function given to `channel.watch` looks for MPI messages.
     """
 
     _TAG = 1

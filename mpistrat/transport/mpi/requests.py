@@ -19,7 +19,7 @@ from ...core.topology import Topology, describe_wait
 
 
 class PeerWait:
-    """Waits of a rank for `peers`. A wait fails after `limit_s` seconds (0: never), or when `interruption` ends it."""
+    """A rank's waits for `peers`. A wait fails after `limit_s` seconds (0: never), or when `interruption` ends it."""
 
     def __init__(self, topology: Topology, peers: Sequence[int], limit_s: float,
                  interruption: Interruption | None = None):
@@ -91,7 +91,7 @@ def exchange(comm: MPI.Comm, sent: Sequence[np.ndarray], received: Sequence[np.n
 
     Arrays travel in pieces that MPI sends at once (eager). MPI sends a larger message only after a reply. If both sides
     send all the time, the reply waits behind other data in the queue, and the wire is idle. Over 1 Gbit/s, 42 MB take
-    506 ms in messages of 2 MiB, two in flight, and 352 ms in eager messages or in a single message.
+    506 ms in messages of 2 MiB, two in flight, and 352 ms in eager messages.
     """
     size, rank = comm.Get_size(), comm.Get_rank()
     # The others in turn from the next one on, so that not all send to the same one at first.

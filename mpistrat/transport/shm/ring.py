@@ -43,7 +43,7 @@ class _Ring:
         return self._words[0] - self._position
 
     def read(self, count: int) -> bytes:
-        """Return the next `count` bytes, at most the result of `unread`. To be called after `unread` and a fence."""
+        """Return the next `count` bytes, at most as many as `unread` says. To be called after `unread` and a fence."""
         offset = self._position % SHM_RING_BYTES
         first = min(count, SHM_RING_BYTES - offset)
         data = bytes(self._ring[offset:offset + first])
@@ -60,9 +60,9 @@ class _Ring:
 class ShmRing:
     """One rank's channel over ring buffers in shared memory, with the methods of a UnixSocketChannel.
 
-    The rings take `ring_bytes(edges)` bytes of `memory.data`, from `start` on. This object also uses the counter
-    ASLEEP. `edges`: The pairs of ranks of this host that exchange messages, the same on all ranks of the host.
-    `channel`: Used only to sleep, and to wake ranks that sleep. `close` closes `channel`.
+    `memory`: The HostMemory with the rings, which begin at byte `start` of its data and take `ring_bytes(edges)` bytes.
+    `edges`: The pairs of ranks of this host that exchange messages, the same on all ranks of the host. `channel`: Used
+    only to sleep, and to wake ranks that sleep. `close` closes `channel`. Sleeping ranks set the counter ASLEEP.
     """
 
     def __init__(self, memory: HostMemory, start: int, edges: Sequence[tuple[int, int]], channel: UnixSocketChannel):

@@ -63,7 +63,7 @@ class HostMemory:
         return rounded_up(count * _WORDS_PER_RANK * 8, mmap.PAGESIZE) + data_bytes
 
     def post(self, value: int, *counters: int) -> None:
-        """After all earlier reads and writes of this rank (release), set its `counters` (0 to 14) to `value`."""
+        """Set `counters` of this rank to `value`, after all its earlier reads and writes (release)."""
         self._release()
         self._acquire()
         for counter in counters:
@@ -94,7 +94,7 @@ class HostMemory:
         return True
 
     def place(self, rank: int, counter: int) -> int:
-        """Return the index in `words` of a counter of `rank`."""
+        """Return where a counter of `rank` is in the array of all counters (`HostMemory.words`)."""
         return self._first_of[rank] + counter
 
     def counter_of(self, rank: int, counter: int) -> int:
@@ -200,7 +200,7 @@ class SharedMemoryAgreement(AgreementRound):
         return True
 
     def _host_outcome(self) -> tuple[int, Outcome] | None:
-        """Return (number, outcome) of the host's votes, (0, REFUSED) if they differ; None if a rank has not voted."""
+        """Return (number, outcome); (0, REFUSED) if the host's ranks do not agree; None if one has not voted."""
         own = common = any_of = self._vote
         for place in self._votes_at[self._counter]:
             vote = self._memory.words[place]

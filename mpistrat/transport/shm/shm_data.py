@@ -61,7 +61,7 @@ class ReduceScatter:
         return [self._packed(self._index, rank, k, self._piece(rank, k).size) for rank in range(self._count)]
 
     def received(self, k: int) -> list[np.ndarray]:
-        """Return, for each rank, the memory with its values of the piece of chunk k that this rank reduces."""
+        """Return, for each rank, the memory for that rank's values of the piece of chunk k that this rank reduces."""
         size = self._piece(self._index, k).size
         return [self._packed(rank, self._index, k, size) for rank in range(self._count)]
 
@@ -71,7 +71,7 @@ class ReduceScatter:
         return self._source[min(start + k * self._step, stop):min(start + (k + 1) * self._step, stop)]
 
     def _packed(self, owner: int, rank: int, k: int, size: int) -> np.ndarray:
-        """Return the memory for piece k of the part for `rank`, of `size` elements, in the row of `owner`."""
+        """Return where the row of `owner` has piece k of the part that `rank` reduces. `size`: Its elements."""
         start = (k % tuning.SHM_SCATTERS_UNDER_WAY * self._count + rank) * self._step
         return self._memories[owner][start:start + size]
 

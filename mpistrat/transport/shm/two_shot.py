@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Elements of an array that this rank reduces. This rank reads them from the array, and does not pack them."""
+    """Elements of one of this rank's arrays that lie in its slice. It reads them there, and does not pack them."""
 
     array: int
     part: slice
@@ -61,7 +61,7 @@ class Chunked(Protocol):
 
 
 class Chunk(NamedTuple):
-    """Consecutive elements of the arrays. Each of the ranks, or of the first ranks, reduces one slice of the chunk."""
+    """Consecutive elements of the arrays, in slices that different ranks reduce. Some ranks may have no slice."""
 
     packs: list[Move]  # The copies to shared memory that this rank makes.
     own: slice | None  # The slice of the chunk that this rank reduces; None: this rank reduces no slice.
@@ -184,11 +184,11 @@ class ChunkChoice:
     machine may move. Therefore the choice depends on measured times.
 
     In a trial, a few all-reduces use all candidates in turn, and the best candidate is kept. The next trial follows
-    after a number of all-reduces, which doubles when a trial changes nothing, and earlier if the speed has changed. The
-    speed is not the only trigger, because large chunks are not faster when ranks move to cores that share a cache.
+    after a number of all-reduces, which doubles when a trial changes nothing, and earlier if the speed has changed. A
+    change of speed cannot be the only trigger: large chunks keep their speed when ranks move to cores that share a
+    cache, although small chunks are faster there.
 
-    Args:
-        candidates: Chunk sizes in bytes. The first candidate is used until the first choice.
+    `candidates`: Chunk sizes in bytes. The first trial begins with the first all-reduce.
     """
 
     def __init__(self, candidates: Sequence[int]):
@@ -288,9 +288,9 @@ class TwoShotData(DataPlane):
     (gradients of ResNet-50, 2 ranks: 15 ms instead of 16). But TensorFlow writes in place to slices of tensors that it
     is given, and thereby changed the results of the other ranks.
 
-    A rank adds up its slice in shared memory and copies it to its targets, because a copy writes large memory without
-    reading it first, and an addition reads it first. 102 MB on 2 ranks take 37 ms, 38 ms without that copy, and 46 ms
-    if every rank reduces all slices.
+    A rank adds up its slice in shared memory, and then copies it to its targets. To add it up in the targets would take
+    longer, because an addition reads the memory that it writes to, and a large copy does not: for 102 MB on 2 ranks,
+    38 ms instead of 37. If every rank reduced all slices, it would take 46 ms.
 
     Args:
         memory: Has at least `memory_bytes` of data, reserved for this object.
@@ -367,7 +367,7 @@ class TwoShotData(DataPlane):
 
     def _lay_out(self, sizes: Sequence[int], per_chunk: int, slots: Sequence[Sequence[np.ndarray]],
                  packs_own: bool) -> list[Chunk]:
-        """Divide arrays of `sizes` elements into chunks of `per_chunk` elements. Chunk k uses slots[k % len(slots)].
+        """Divide arrays of `sizes` elements into chunks of `per_chunk`. The memory of chunk k is slots[k % len(slots)].
 
         The caller keeps the result, because computing it takes longer than reducing a few chunks of 512 KiB.
 
@@ -421,7 +421,7 @@ class TwoShotData(DataPlane):
             self.free_at[k % self.slots] = work.first + k
 
     def run_timed(self, work: TwoShotReduce) -> None:
-        """Run an all-reduce. If it has a `kind`, the first rank of the host times it, and posts the next chunk size."""
+        """Run an all-reduce. If `work.kind` is set, the host's first rank times it, and posts the next chunk size."""
         if work.kind is None or self._index:
             self.run(work, self.stages)
             return
