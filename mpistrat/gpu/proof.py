@@ -77,7 +77,7 @@ def prove(race: Callable[[int], Race]) -> None:
         if found.runs and found.unordered != found.right:
             return
         if time.monotonic() - began > _LONGEST_S:
-            raise UnprovenError(f"the GPU finished {work} copies or kernels before the check could wait for them")
+            raise UnprovenError(f"the check proves nothing, because the GPU finished {work} steps of work too early")
         work *= 2
 
 

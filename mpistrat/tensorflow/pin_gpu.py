@@ -72,7 +72,8 @@ def pin_gpu() -> int | None:
                 if not tf.config.get_logical_device_configuration(gpu):
                     tf.config.experimental.set_memory_growth(gpu, True)
         except RuntimeError as error:
-            raise InvalidRequestError(f"pin_gpu() comes too late ({error}). Call init() earlier.") from error
+            raise InvalidRequestError(
+                f"pin_gpu() comes too late ({error}). init() calls it: call init() earlier.") from error
     if topology.local_rank == 0:
         logger.log(logging.WARNING if pin.is_shared else logging.INFO, "%s: %s", topology.host, pin.sentence)
     _pinned = current, pin

@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class OperationRing(Observer):
-    """Keeps the last `capacity` operations of one engine. `tracer`: Exchanges messages over the engine."""
+    """Keeps the last `capacity` operations of one engine, and passes messages of other ranks on to `tracer`."""
 
     def __init__(self, capacity: int, tracer: Observer | None = None):
         self._tracer = tracer or Observer()

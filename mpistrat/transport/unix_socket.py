@@ -155,7 +155,7 @@ class UnixSocketChannel:
                 continue
             kind, sender = datagram[:1], int.from_bytes(datagram[1:_HEADER_BYTES], "little")
             if len(datagram) < _HEADER_BYTES or kind not in (_LAST, _MORE) or sender not in self._outboxes:
-                raise MessageError("this rank received a datagram whose header no rank of this host sends. Received: "
+                raise MessageError("this rank received a datagram that is not from a rank of this host. Its header: "
                                    f"{datagram[:_HEADER_BYTES]!r}.")
             parts = self._partial.setdefault(sender, [])
             parts.append(datagram[_HEADER_BYTES:])

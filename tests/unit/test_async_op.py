@@ -356,7 +356,7 @@ def test_where_the_stream_does_not_wait_the_host_does(
     monkeypatch.setattr(type(device), "wait", wait)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([] if why == "setting" else [
-        "rank 0: the host waits for reductions on the GPU, because the check of TensorFlow's CUDA stream has not "
+        "rank 0: this process waits for reductions on the GPU, because the check of TensorFlow's CUDA stream has not "
         "passed: a stream read memory before it was written: 0 instead of 1"])
     assert hvd.allreduce(tf.fill([3], 2.0), op=hvd.Sum).numpy().tolist() == [2, 2, 2]
 
@@ -379,7 +379,7 @@ def test_the_check_refuses_a_way_that_reads_too_early(device: Any, monkeypatch: 
 def test_the_check_of_work_that_is_over_proves_nothing(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_LONGEST_S", 0.0)
     for stream in (device.current_stream(), device.stream()):  # The second one has nothing to do with TensorFlow.
-        with pytest.raises(proof.UnprovenError, match="the GPU finished 40 copies or kernels"):
+        with pytest.raises(proof.UnprovenError, match="the GPU finished 40 steps of work too early"):
             check(stream, device, WHERE)
 
 

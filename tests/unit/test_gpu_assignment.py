@@ -109,7 +109,7 @@ def test_init_of_a_framework_pins_the_gpu(door: str, module: Any) -> None:
     (lambda config: setattr(config, "visible", []), "this process has already chosen 0 of 2 GPUs"),
     (lambda config: config.logical.append("GPU:1"), "this process has already configured logical GPUs"),
     (lambda config: setattr(config, "error", "cannot be modified after being initialized"),
-     "pin_gpu() comes too late (cannot be modified after being initialized). Call init() earlier."),
+     "pin_gpu() comes too late (cannot be modified after being initialized). init() calls it: call init() earlier."),
 ], ids=["one visible", "none visible", "logical", "in use"])
 def test_init_leaves_what_the_process_has_chosen(change: Callable[[Config], object], reason: str, module: Any,
                                                  caplog: pytest.LogCaptureFixture) -> None:

@@ -347,7 +347,7 @@ def test_work_that_is_over_before_it_is_raced_with_proves_nothing(monkeypatch: p
         self.run_all()
 
     monkeypatch.setattr(Device, "copy", over_at_once)
-    with pytest.raises(UnprovenError, match="the GPU finished 40 copies or kernels before"):
+    with pytest.raises(UnprovenError, match="the GPU finished 40 steps of work too early"):
         check_waiting(device := Device(), cast("GpuArray", device.scratch(192)))
     monkeypatch.setattr(Device, "wait", lambda self, stream, event: None)
     with pytest.raises(UnprovenError):  # As before: it would not be found.

@@ -198,8 +198,8 @@ def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor]
     """Add a node that calls `target` to the graph, on the current device. The graph keeps `target` alive.
 
     Args:
-        tensors: At least one. The node's inputs are the number of `target`, and then `past`, `order` and `tensors`.
-        past: int64 scalars in host memory.
+        tensors: At least one. The node's inputs are the id of `target`, and then `past`, `order` and `tensors`.
+        past: int64 scalars in host memory, outputs of nodes that must run before this node.
         order: Resources. TensorFlow runs nodes that have a resource in common one after the other.
         numbers: The node has an output of unknown shape for each tensor, and then this many int64 outputs, on the host.
     """

@@ -65,7 +65,7 @@ class _Handler:
 
 
 def stream_of_handler(device: "Device", where: str) -> RecordedStream:
-    """Return TensorFlow's stream, by a call of a compiled function. Raises EngineError before TensorFlow 2.21."""
+    """Call a compiled function to find TensorFlow's CUDA stream. Raises EngineError before TensorFlow 2.21."""
     if ffi.api() is None:
         raise EngineError(f"TensorFlow {tf.__version__} does not tell mpistrat its CUDA stream (TensorFlow 2.21 does)")
     handler = _Handler()
@@ -126,7 +126,7 @@ def _find(device: "Device", where: str) -> tuple[Found | None, Found | None]:
         logger.info("rank %d: the check of TensorFlow's CUDA stream on %s has passed", rank, where)
         return (Found(own, own),) * 2
     except Exception as error:
-        logger.warning("rank %d: the host waits for reductions on the GPU, because the check of TensorFlow's CUDA "
+        logger.warning("rank %d: this process waits for reductions on the GPU, because the check of TensorFlow's CUDA "
                        "stream has not passed: %s", rank, one_line(error))
         return (Found(own, None),) * 2
 
