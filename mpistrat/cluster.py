@@ -273,8 +273,8 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         else:
             strategy = tf.distribute.ParameterServerStrategy(resolver)
 
-    The constructor is collective. The methods are not, so any rank may call them at any time. The other ranks work
-    until the chief calls `close`, or until the chief's script ends.
+    The constructor is collective. The methods are not, so any rank may call them at any time. Ranks other than the
+    chief serve the cluster until the chief calls `close`, or until the chief's script ends.
 
     If all ranks are on one host, the address of each rank is `localhost`. Otherwise it is the address that the host of
     the rank uses for the connection to the chief. TF_CONFIG is ignored, because the tasks are the ranks of mpirun.
@@ -288,8 +288,8 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
     Raises:
         NotInitializedError: Before init().
-        ClusterError: On every rank, if the roles do not fit the ranks, there is no free port, or a rank cannot reach
-            the chief.
+        ClusterError: On every rank, if `jobs` is invalid or differs among the ranks, there is no free port, or a rank
+            cannot reach the chief.
     """
 
     def __init__(self, jobs: Mapping[str, int] | None = None, num_accelerators: Mapping[str, int] | None = None,
@@ -319,7 +319,7 @@ class MPIClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         return tf.train.ClusterSpec(self._cluster.spec)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the URL of the server of a task (default: this rank); "" for an evaluator, which has no server."""
+        """Return the URL of the server of a task (default: this rank's); "" for an evaluator, which has no server."""
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type not in self._cluster.spec:

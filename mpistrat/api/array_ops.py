@@ -61,7 +61,7 @@ class AsyncResult(Generic[T]):
 
     @property
     def name(self) -> str:
-        """The name of the collective. Calls of different ranks with the same name are one collective."""
+        """The name of the collective. Calls with the same name on different ranks are one collective."""
         return self._handle.name
 
     def done(self) -> bool:
@@ -73,8 +73,8 @@ class AsyncResult(Generic[T]):
 
         Raises:
             MismatchError: On every rank, if the ranks' arguments do not match. The text names tensor, values and ranks.
-            EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
-            TimeoutError: `timeout_s` have passed. The collective continues, and `wait` may be called again.
+            EngineError: The engine has ended. A subclass, for example StallError or ShutdownError, tells the cause.
+            TimeoutError: `timeout_s` seconds have passed. The collective continues, and `wait` may be called again.
         """
         return self._finish(self._restore(self._handle.wait(timeout_s)))
 
@@ -96,7 +96,7 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
         array: A number, a sequence, a numpy or cupy array, or a tensor that supports DLPack, of any shape. All ranks
             must pass the same shape and dtype. Either all ranks pass CPU tensors, or all ranks pass GPU tensors.
         average: Deprecated form of `op`: True is Average, False is Sum.
-        name: The calls of all ranks with this name are one collective.
+        name: Calls with the same name on different ranks are one collective.
         op: Average (the default), Sum, Min, Max, Product or Adasum. Half precision is summed in float32 and rounded
             once, or twice if several hosts have several ranks each. NCCL rounds the partial sum on every rank. An
             average of integers is truncated toward zero.
@@ -109,9 +109,9 @@ def allreduce(array: TensorLike, average: bool | None = None, name: str | None =
 
     Raises:
         InvalidRequestError: On this rank, if `op` is not defined for the dtype, or the rank is not in the process set.
-        DuplicateNameError: On this rank, if a collective with the same name is not complete.
+        DuplicateNameError: On this rank, if a collective with the same name is in flight.
         MismatchError: On every rank, if the ranks' arguments do not match. The text names tensor, values and ranks.
-        EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
+        EngineError: The engine has ended. A subclass, for example StallError or ShutdownError, tells the cause.
         NotInitializedError: Before init() or after shutdown().
     """
     return _collective([array], _name(name, "allreduce"), process_set, _FIRST,
@@ -146,11 +146,11 @@ def allgather_async(array: TensorLike, name: str | None = None,
 def allgather(array: TensorLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """Return the arrays of all ranks, concatenated along the first dimension in rank order. Collective.
 
-    It raises the same errors as allreduce.
+    allgather raises the same errors as allreduce.
 
     Args:
         array: An array of one dimension or more. The first dimension may differ among the ranks, and may be 0.
-        name: The calls of all ranks with this name are one collective.
+        name: Calls with the same name on different ranks are one collective.
         process_set: The ranks that take part.
     """
     return _collective([array], _name(name, "allgather"), process_set, _FIRST,
@@ -167,7 +167,7 @@ def broadcast(array: TensorLike, root_rank: int, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Any:
     """Return root_rank's `array` on every rank. Collective; all ranks must pass the same shape and dtype.
 
-    It raises the same errors as allreduce. `root_rank` is always a rank of the job, not a rank within `process_set`.
+    For the errors see allreduce. `root_rank` is always a rank of the job, not an index in `process_set`.
     """
     return _broadcast(array, root_rank, _name(name, "broadcast"), process_set, blocking=True).wait()
 
@@ -185,11 +185,11 @@ def reducescatter(array: TensorLike, name: str | None = None, op: ReduceOp | Non
     """Return this rank's rows of the reduction of `array` over all ranks. Collective.
 
     Each rank gets consecutive rows, in rank order. If the rows do not divide evenly, the first ranks get one more row
-    each. The errors are those of allreduce.
+    each. reducescatter raises the same errors as allreduce.
 
     Args:
         array: An array of one dimension or more, with the same shape and dtype on all ranks.
-        name: The calls of all ranks with this name are one collective.
+        name: Calls with the same name on different ranks are one collective.
         op: Average (the default) or Sum.
         prescale_factor: Multiplies every value before the reduction.
         postscale_factor: Multiplies the result.
@@ -219,13 +219,13 @@ def alltoall(array: TensorLike, splits: Sequence[int] | np.ndarray | None = None
              process_set: ProcessSet = global_process_set) -> Any:
     """Send rows of `array` to each rank, and return the rows that all ranks have sent to this rank. Collective.
 
-    It raises the same errors as allreduce.
+    alltoall raises the same errors as allreduce.
 
     Args:
         array: An array of one dimension or more. The first dimension may differ among the ranks.
         splits: The number of rows to send to each rank, in rank order. The sum may be less than the number of rows.
             Default: equal numbers; the number of rows must then be divisible by the number of ranks.
-        name: The calls of all ranks with this name are one collective.
+        name: Calls with the same name on different ranks are one collective.
         process_set: The ranks that take part.
 
     Returns:
@@ -244,11 +244,11 @@ def barrier(name: str | None = None, process_set: ProcessSet = global_process_se
 def join(process_set: ProcessSet = global_process_set) -> int:
     """Wait until every rank of the set has called join(). Collectives of the other ranks continue without this rank.
 
-    Ranks with different numbers of batches use it: each rank calls join() after its last batch. Collective.
+    join() is for ranks with different numbers of batches: each rank calls join() after its last batch. Collective.
 
     - allreduce: this rank contributes nothing, and an average divides by the number of ranks that have submitted a
       tensor. With MPISTRAT_JOIN_AVERAGE=all, an average divides by the number of all ranks, as in Horovod.
-    - allgather, allgather_object: the result has nothing of this rank. broadcast, barrier: this rank is not needed.
+    - allgather, allgather_object: the result has nothing from this rank. broadcast, barrier: this rank is not needed.
     - alltoall, reducescatter, a broadcast from this rank, and Min, Max and Product with a prescale factor: the other
       ranks raise MismatchError, because these collectives have no result without this rank.
 
@@ -263,7 +263,7 @@ def join(process_set: ProcessSet = global_process_set) -> int:
 
     Raises:
         DuplicateNameError: Another thread of this rank is already in join().
-        EngineError: The engine has ended. The subclass has the cause, for example StallError or ShutdownError.
+        EngineError: The engine has ended. A subclass, for example StallError or ShutdownError, tells the cause.
     """
     group = resolved(process_set).group("join")
     # `submit`, not `run`: the ranks vote on operations of `run`, and join() cannot be voted on.
@@ -298,7 +298,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, name: str | None = 
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
-    """Return a list of the `obj` of all ranks, in rank order. Collective; pickles objects as broadcast_object does."""
+    """Return the `obj` of every rank, as a list in rank order. Collective; pickles objects as broadcast_object does."""
     return exchange(obj, (), _name(name, "allgather_object"), process_set)[0]
 
 

@@ -36,7 +36,7 @@ Snapshot = dict[str, Any]
 
 
 class HostsUpdatedInterrupt(Exception):  # noqa: N818 - Horovod's name
-    """Raised by commit() on all ranks when hosts change. `run` then ends the process, and new processes continue."""
+    """Raised by commit() on all ranks when hosts change. elastic.run then ends the process; new processes continue."""
 
 
 class ElasticSampler:
@@ -50,7 +50,7 @@ class ElasticSampler:
             state.commit()
 
     A sampler that is an attribute of a state is saved, restored and synchronised with the state. `sync` exchanges the
-    indices of processed rows, and distributes the rest. A restart repeats no row that was processed before the commit.
+    indices of processed rows, and distributes the rest. A restart repeats no row processed before the last commit.
 
     Args:
         dataset: Any object with a length.
@@ -91,7 +91,7 @@ class ElasticSampler:
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the epoch and the processed rows from a result of state_dict(). Distribute the other rows. Local."""
+        """Restore the epoch and processed rows from a result of state_dict(). Distribute the remaining rows. Local."""
         self.epoch, self.processed_indices = state_dict["epoch"], set(state_dict["processed_indices"])
         self.reset()
 
@@ -201,7 +201,7 @@ class ObjectState:
             raise HostsUpdatedInterrupt(why)
 
     def sync(self) -> None:
-        """Copy one state to all ranks, and save it on each rank. Collective.
+        """Give all ranks the same state, and save that state on each rank. Collective.
 
         In an elastic job with a commit, all ranks get the newest commit. Otherwise all ranks get the state of rank 0.
         """
@@ -220,14 +220,14 @@ class ObjectState:
                      runtime.current().topology.local_rank == 0)
 
     def check_host_updates(self) -> None:
-        """Do nothing, for compatibility with Horovod. In mpistrat commit() checks whether the hosts have changed."""
+        """Do nothing, for compatibility with Horovod. mpistrat checks in commit() whether the hosts have changed."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Register functions that on_reset() calls. Local."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the functions of register_reset_callbacks(). Local. `run` calls on_reset() after a loss of ranks."""
+        """Call the functions of register_reset_callbacks(), as elastic.run does after a loss of ranks. Local."""
         for callback in self._reset_callbacks:
             callback()
 
@@ -385,7 +385,7 @@ def _go_on_after_loss(why_not: str) -> bool:
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Decorate a training function. Its first argument must be a state, which is synchronised before each call.
+    """Decorate a training function whose first argument is a state. The state is synchronised before each call.
 
     In an elastic job, after a loss of ranks, the surviving ranks or newly started processes call the function again
     with the state of the last commit. After any other exception, and after every exception in other jobs, the state is

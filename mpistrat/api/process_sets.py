@@ -101,7 +101,7 @@ class ProcessSet:
         return self._group
 
     def bind(self, number: int | None, ranks: Sequence[int] | None = None, group: Group | None = None) -> None:
-        """Store the id and the group of the set; `number` None: the set is not registered. Local. Registry calls it."""
+        """Store the id (`number`; None: not registered), ranks and group of the set. Local. mpistrat calls bind()."""
         self.process_set_id, self._group = number, group
         if ranks is not None:
             self._ranks = tuple(ranks)

@@ -196,8 +196,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: A finalizer (__del__) or signal handler that has interrupted a collective calls shutdown().
-            A signal handler that was installed at least 0.1 s before the collective does not get this error.
+        InvalidRequestError: The caller is a finalizer (__del__) or signal handler that has interrupted a collective. A
+            signal handler that was installed at least 0.1 s before the collective does not get this error.
     """
     global _runtime
     if forked.is_child():

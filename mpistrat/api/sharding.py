@@ -58,19 +58,19 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
     `shuffle=False`.
 
     Args:
-        *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, and others that have
+        *data: Arrays with the same number of rows: numpy arrays, tensors, lists, pandas objects, or anything that has
             a length and can be sliced with a step. A numpy array is not copied; the result is a view. A dict of arrays
             gives a dict. A tf.data.Dataset must not be batched, because its elements are the rows. Each rank reads all
             elements and drops those of other ranks, so shard a list of file names, or shard before an expensive `map`.
-            shard() adds 1 to 3 us for each element of the dataset. It adds 20 to 70 us if the number of elements is
-            unknown (a generator, records of files), because it then reads groups of s elements.
+            shard() adds 1 to 3 us for each element of the dataset. If the number of elements is unknown (a generator,
+            records of files), shard() reads groups of s elements, and adds 20 to 70 us for each element.
             `dataset.apply(tf.data.experimental.assert_cardinality(n))` makes the number known.
         uneven: If the number of rows n is not a multiple of s, "drop" leaves out the last n % s rows, and "pad"
             repeats rows from the beginning. A rank that gets a repeated row gets a copy of a numpy array, not a view.
         process_set: The ranks that share the rows: r is this rank's index in the set, s its size. Default: all ranks.
 
     Returns:
-        For one argument an array, a dict or a dataset; for several arguments a tuple of these.
+        For one argument an array, a dict or a dataset; for several arguments a tuple of such results.
 
     Raises:
         InvalidRequestError: There are fewer rows than ranks, the arrays have different numbers of rows, an argument is

@@ -174,7 +174,7 @@ class _Control(Interference):
         return ""
 
     def takes(self, number: int) -> bool:
-        """Tell the Service of a signal. Return whether to keep it from mpirun: true for a first SIGTERM or SIGUSR1."""
+        """Handle a signal. Return whether mpirun must not get the signal: true for a first SIGTERM or SIGUSR1."""
         if self.service is None:  # No generation has started.
             os.write(2, f"mpistrat run: {signal.Signals(number).name} has arrived\n".encode())
             sys.exit(PREEMPTED_CODE if number in _PLANNED else 128 + number)

@@ -47,7 +47,7 @@ class MpistratError(Exception):
 
 
 class NotInitializedError(MpistratError, ValueError):
-    """init() has not been called, shutdown() has been called since, or this process was forked from a rank."""
+    """init() has not been called, or shutdown() has been called after it, or this process was forked from a rank."""
 
 
 class SettingsError(MpistratError, ValueError):
@@ -75,7 +75,7 @@ class RunError(MpistratError, RuntimeError):
 
 
 class ElasticError(MpistratError, RuntimeError):
-    """A rank cannot reach the elastic agent (launcher process) of its host, or a commit cannot be written or read."""
+    """The agent of a host (the process that keeps commits) is unreachable, or a commit cannot be written or read."""
 
 
 class RecoveryError(MpistratError, RuntimeError):
@@ -83,7 +83,7 @@ class RecoveryError(MpistratError, RuntimeError):
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """A collective failed. Every rank that takes part raises it with the same text."""
+    """A collective failed. Every rank that takes part raises the error with the same text."""
 
 
 class MismatchError(CollectiveError, ValueError):
@@ -98,7 +98,7 @@ class ClusterError(CollectiveError, ValueError):
 
 
 class RankDiedError(CollectiveError):
-    """A rank has died, or its host is lost, and the others cannot continue without it."""
+    """A rank has died, or its host is lost, and the other ranks cannot continue without that rank."""
 
 
 class EngineError(CollectiveError):
@@ -128,7 +128,7 @@ class LostRank:
 class RanksLostError(EngineError):
     """Ranks have died, or their hosts are lost. On surviving ranks this error ends the engines of all process sets.
 
-    `lost` has the lost ranks; () if this rank does not know them.
+    `lost` is a tuple of the lost ranks that this rank knows, possibly empty.
     """
 
     def __init__(self, lost: Iterable[LostRank] = ()):
@@ -140,7 +140,7 @@ class RanksLostError(EngineError):
         return self.args[0]
 
     def add(self, lost: Iterable[LostRank]) -> None:
-        """Add lost ranks to `self.lost`. Ranks that are already in it are ignored."""
+        """Add lost ranks to `self.lost`. Ranks that `self.lost` already has are ignored."""
         known = {each.rank for each in self.lost}
         self.args = ((*self.lost, *(each for each in lost if each.rank not in known)),)
 
@@ -159,7 +159,7 @@ class StallError(EngineError):
 class DeadlockError(StallError):
     """Every rank waits for a collective that some other rank will never call, so no rank can ever continue.
 
-    The ranks detect a deadlock within seconds. Other stalls raise StallError only after the stall limit.
+    The ranks detect a deadlock within seconds. Other stalls raise StallError, after a longer time: see StallError.
     """
 
 

@@ -183,13 +183,13 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
         np: int | None = None, min_np: int | None = None, max_np: int | None = None) -> list[Any]:
     """Start `np` ranks, call `func(*args, **kwargs)` on each after init(), and return the results in rank order.
 
-    It returns when all ranks have ended. Any thread may call it, in a process that is not a rank. The output of the
+    run() returns when all ranks have ended. Any thread of a process that is not a rank may call it. The output of the
     ranks goes to the output of this process. Function, arguments and results are pickled, with cloudpickle if it is
     installed. Without cloudpickle the function must be in a module that the ranks can import.
 
     The pickled data are files in a temporary directory of this host (TMPDIR). At least one rank must be able to open
-    them: a rank on this host, or on a host that shares the directory. That rank reads the function, and writes the
-    results, for the other ranks, whose tracebacks are then only in the output.
+    the files: a rank on this host, or on a host that shares the directory. This rank also reads the function and writes
+    the results for ranks that cannot open the files. Tracebacks of those ranks are only in the output.
 
     Args:
         func: Called on each rank, after init(). If `func` calls init() again, that call does nothing.

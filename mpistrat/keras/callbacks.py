@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass it to fit.
+    """Broadcasts the root's weights and optimizer state. Collective: all ranks must pass this callback to fit.
 
     When training begins, the callback builds the optimizer and broadcasts all existing variables. A model without an
     Input layer creates its weights in the first batch, and the callback broadcasts these weights after that batch. The
@@ -181,10 +181,10 @@ def broadcast_state(model: keras.Model, variables: Sequence[Variable], root_rank
 class MetricAverageCallback(Callback):
     """Replaces the metrics of an epoch by their averages over the ranks. Collective.
 
-    Put it before callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint), so that they get the
-    same numbers on all ranks. An array, such as a metric with a number for each class, is averaged element by element.
-    If only some ranks have validation data, the validation metrics are not averaged, and rank 0 logs a warning. Rank 0
-    also logs a warning if the ranks validate on different numbers of batches, unless `weighted=True`.
+    Callbacks that read metrics (ReduceLROnPlateau, TensorBoard, ModelCheckpoint) must come after this callback, to get
+    the same numbers on all ranks. An array, such as a metric with a number for each class, is averaged element by
+    element. If only some ranks have validation data, the validation metrics are not averaged, and rank 0 logs a
+    warning. Rank 0 also logs a warning if the ranks validate on different numbers of batches, unless `weighted=True`.
 
     By default the mean is not weighted, so the ranks should have equal numbers of rows. With `weighted=True` each
     rank's value is weighted by the number of rows that the rank has trained on in the epoch. Metrics that begin with
@@ -370,7 +370,7 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
         monitor, verbose, save_weights_only, mode, save_freq: As for keras.callbacks.ModelCheckpoint.
 
     Raises:
-        ValueError: When training begins, if `filepath` is not set, or has an ending that Keras does not write.
+        ValueError: When training begins, unless `filepath` ends in .keras or .h5 (.weights.h5 for weights only).
     """
 
     def __init__(self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False, mode: str = "auto",

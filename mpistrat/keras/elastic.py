@@ -55,7 +55,7 @@ class CommitStateCallback(Callback):
     """Commits the state every few batches, and at the end of each epoch. Local, but collective in an elastic job.
 
     Args:
-        state: The state. Put callbacks that change it before this one.
+        state: The state. Put callbacks that change the state before this callback.
         batches_per_commit: The number of batches per commit. Each commit copies all variables to the host's memory.
     """
 
@@ -80,7 +80,7 @@ class CommitStateCallback(Callback):
 
 
 class UpdateBatchStateCallback(Callback):
-    """Sets `state.batch` to the number of each finished batch in the epoch, and to 0 when the epoch ends. Local."""
+    """Sets `state.batch` to the index (from 0) of the last finished batch, and to 0 when the epoch ends. Local."""
 
     def __init__(self, state: ObjectState):
         super().__init__()
@@ -116,9 +116,9 @@ class Elastic(Callback):
     """Commits weights, optimizer, epoch and batch, so that fit survives the loss of ranks and hosts. Collective.
 
     The callback is for jobs of `mpistrat run --elastic`, and does nothing in other jobs. Pass it to fit on all ranks,
-    as the last callback. The weights of the model must exist, by an Input layer or by `build`. After a loss of ranks,
+    as the last callback. The model must already have weights, from an Input layer or `build`. After a loss of ranks,
     fit continues with the batch after the last commit, in the order of the dataset. A dataset that is shuffled in each
-    epoch then has a new order. The logs of this epoch cover the batches after the commit.
+    epoch then has a new order. The logs of the interrupted epoch cover the batches after the commit.
 
     With a distributed optimizer each rank trains the rows that its script has chosen. Processes that survive keep their
     rows, and the rows of a lost rank are left out. New processes choose their rows again, so the number of batches per
@@ -128,7 +128,7 @@ class Elastic(Callback):
     `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
 
     Args:
-        commit_every: The number of batches per commit, rounded up to full executions. Each epoch ends with a commit.
+        commit_every: Batches per commit, rounded up to a multiple of steps_per_execution. Epochs end with a commit.
 
     Raises:
         ValueError: `commit_every` is below 1.
@@ -204,7 +204,7 @@ class Elastic(Callback):
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """Let fit train again, after it has read finished batches without training. Local."""
+        """Stop skipping batches that were trained before a restart: fit trains on the next batch. Local."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result

@@ -155,7 +155,7 @@ class LocalTraining(Training):
                     f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set).")
             if part._mpistrat.reducer.process_set is not scope:
                 raise InvalidRequestError(
-                    f"{kind} has a scope, but the optimizer has another process set. Write "
+                    f"the optimizer averages gradients over other ranks than the scope of {kind}. Write "
                     f"hvd.DistributedOptimizer(keras.optimizers.{name}(...), process_set=local.process_set), where "
                     f"local is the {kind}.")
         if scope is not None and not distributed and self._optimizers and not may_have_tape:
@@ -269,7 +269,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- in an elastic job ---------------------------------------------------------------------------------------------
 
     def prepare(self, model: keras.Model) -> None:
-        """Create `variables`, before an elastic state reads them. Local."""
+        """Create the variables of this callback for `model`. Local. TensorFlowKerasState calls prepare()."""
 
     def before_commit(self) -> bool:
         """Synchronise the ranks if training has begun, and return whether it has begun. Collective."""
@@ -290,7 +290,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
         return training
 
     def enter(self, training: LocalTraining) -> None:
-        """Average the weights of the model of `training` from now on. Local."""
+        """Begin to average the weights of the model in `training`. Local."""
         self._training = training
         self._forget()
 
@@ -377,7 +377,7 @@ class LocalSGD(PeriodicAveraging):
     Args:
         every: The number of steps between two averages. A step is a batch. With steps_per_execution the number is
             rounded up to whole executions.
-        warmup: For how many steps at the beginning of training the weights are averaged after each step (with
+        warmup: In the first `warmup` steps of training the weights are averaged after each step (with
             steps_per_execution: after each execution). For SGD that is the same as averaging gradients.
         scope: The ranks that average gradients in every step: "hosts" (the ranks of each host), or a process set that
             includes this rank. Weights are still averaged over all ranks. Pass the `process_set` of this object to the
@@ -386,13 +386,13 @@ class LocalSGD(PeriodicAveraging):
         average_slots: Whether the state of the optimizer (momentum, Adam's moments) is averaged with the weights.
             False: each rank keeps its own state, and less is sent.
         uneven: What happens if the ranks have different numbers of batches. "error": an error. "join": ranks without
-            batches wait at the end of each epoch while the other ranks average. Then all ranks get the weights of the
-            rank with the most batches. "join" does not work with a scope.
+            batches wait at the end of each epoch while the other ranks average weights. Then all ranks get the weights
+            of the rank with the most batches. "join" does not work with a scope.
 
     Raises:
-        ValueError: An argument is out of range. Also on every rank when fit begins, if the model is one of MPIStrategy
-            or Keras 2, if the optimizer averages gradients over different ranks than those of `scope`, if fit has two
-            such callbacks, or if the ranks have different arguments.
+        ValueError: An argument is out of range. Also on every rank when fit begins, if the model was made under
+            MPIStrategy or with Keras 2, if the optimizer is distributed without `scope`, if the optimizer does not
+            average over the ranks of `scope`, if fit has two such callbacks, or if the ranks have different arguments.
     """
 
     def _average(self, training: LocalTraining) -> None:

@@ -31,7 +31,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Args:
         fused: Accepted for compatibility with Horovod; must be False.
         process_set: The ranks whose rows are normalized together.
-        **kwargs: As for BatchNormalization. Where tf.keras is Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is of tf_keras.
+        **kwargs: As for BatchNormalization. With Keras 2 (TF_USE_LEGACY_KERAS=1) the layer is a tf_keras layer.
 
     Raises:
         InvalidRequestError: `fused`, `renorm`, `synchronized` or `virtual_batch_size` is set, or `process_set` is not a

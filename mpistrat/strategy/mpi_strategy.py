@@ -38,9 +38,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         model.fit(dataset_of_global_batches, epochs=3)
 
     The strategy needs no TF_CONFIG: mpirun defines the ranks, and plain `python` is one rank. MPIStrategy is a subclass
-    of MultiWorkerMirroredStrategy only because Keras checks for that class, and uses none of its code. The constructor
-    is collective, and calls mpistrat.init() unless the script has called it. It sets TensorFlow's seed on all ranks to
-    the seed of rank 0, or to a random seed if rank 0 has none, so that all ranks shuffle in the same order.
+    of MultiWorkerMirroredStrategy only because Keras checks for this class. The code of the superclass is not used. The
+    constructor is collective, and calls mpistrat.init() unless the script has called it. It sets TensorFlow's seed on
+    all ranks to the seed of rank 0, or to a random seed if rank 0 has none, so all ranks shuffle in the same order.
 
     Differences from TensorFlow's strategies: a rank has one replica, so `run` returns tensors instead of PerReplica;
     `reduce` takes nested values, and ignores an axis for scalars; rank 0 writes files (models, checkpoints, and files
@@ -67,12 +67,12 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             and the work of the update among the ranks, like ShardedOptimizer: gradients are reduce-scattered, each rank
             updates its part of the weights and has the slots for that part, and the new weights are all-gathered. A
             step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
-            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every pass; with them, and
-            with clipping by norm, weights differ from "mirrored" by rounding. An optimizer needs an update_step. An
-            optimizer from outside the scope must not be built yet. `optimizer.variables` has only variables that all
-            ranks have, such as the counter of steps. Files and checkpoints are as with "mirrored", for any number of
-            ranks: the rank that writes gathers the slots. "central" works like "sharded", but rank 0 has all slots and
-            makes the whole update. Gradients are all-reduced, and rank 0 broadcasts the weights, so a step sends more.
+            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every backward pass.
+            Accumulation and clipping by norm make weights differ from "mirrored" by rounding. An optimizer must have
+            the method update_step. An optimizer from outside the scope must not be built yet. `optimizer.variables` has
+            only variables that all ranks have, such as the step counter. Files and checkpoints are as with "mirrored",
+            for any number of ranks: the rank that writes gathers the slots. "central" works like "sharded", but rank 0
+            has all slots and does the whole update. Gradients are all-reduced and weights broadcast: a step sends more.
         compression: One of Compression, for the gradients that a Keras optimizer applies.
         sparse_as_dense: Convert tf.IndexedSlices to dense tensors before an optimizer's gradients are reduced.
         groups: The number of groups into which an optimizer's gradients are divided about evenly. The gradients of a
@@ -82,7 +82,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     Raises:
         InvalidRequestError: `variables` or `groups` is invalid; on this rank, before anything is sent.
         MissingDependencyError: This version of TensorFlow or Keras is not supported; or, with "sharded" and "central",
-            tf.keras is Keras 2 or Keras 3 is missing. On this rank, before anything is sent.
+            Keras 3 is missing, or tf.keras is Keras 2. On this rank, before anything is sent.
         MismatchError: The ranks disagree on `variables`, `compression`, `sparse_as_dense` or `groups`; on every rank.
     """
 
@@ -193,7 +193,7 @@ def _default_device() -> str:
 
 
 def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
-    """Return the replacement of TensorFlow's strategy `name` for a job of mpirun. Collective.
+    """Return the strategy that replaces TensorFlow's strategy `name` under mpirun. Collective.
 
         strategy = mpistrat.tensorflow.strategy("mirrored")
 
@@ -209,15 +209,15 @@ def strategy(name: str, **options: Any) -> tf.distribute.Strategy:
             "one_device", "default": MPIStrategy on one rank, started with plain `python`.
         **options: The arguments of MPIStrategy, with these additions and exceptions:
             "mirrored": `cross_device_ops` of tf.distribute.MirroredStrategy is accepted too. It has no effect, because
-                MPISTRAT_CPU_OPERATIONS chooses the algorithm for the whole run. If it is another, a warning says so.
+                MPISTRAT_CPU_OPERATIONS chooses the algorithm. If the argument asks for another algorithm, rank 0 warns.
             "parameter_server": The only options are `jobs` and `variable_partitioner`. `jobs` is as for
                 MPIClusterResolver, without evaluators; by default all ranks between the first and the last are workers.
                 `variable_partitioner` is as for ParameterServerStrategy.
 
     Raises:
         InvalidRequestError: `name` is unknown or "tpu"; "one_device" or "default" has more than one rank; or
-            "parameter_server" has fewer than three ranks, or an evaluator among the jobs.
-        ClusterError: The jobs do not fit the ranks; on every rank.
+            "parameter_server" has an evaluator in `jobs`, or has no `jobs` and fewer than three ranks.
+        ClusterError: On every rank, if the ranks cannot form a cluster; see MPIClusterResolver.
     """
     if name not in _FACTORIES:
         raise InvalidRequestError(f"strategy() takes one of the names {', '.join(_FACTORIES)}. Received: {name!r}")

@@ -75,7 +75,7 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Half the bytes of float32, with its range and 8 bits of precision."""
+    """Half the bytes of float32, with the range of float32 and 8 bits of precision."""
 
     dtype = tf.bfloat16
 
@@ -116,8 +116,8 @@ class Compression(metaclass=_Choices):
         Call this between two steps. A saved model does not contain the error feedback; a commit of an elastic job does.
 
         Returns:
-            A dict from the names of collectives to flat float32 arrays, the same on all ranks. On one host it contains
-            only what the last restore_error_feedback() has set, because int8 has no effect there.
+            A dict from the names of collectives to flat float32 arrays, the same on all ranks. int8 has no effect on
+            one host, so the dict then contains only what the last restore_error_feedback() has set.
         """
         feedback = resolved(process_set).group("error_feedback").feedback
         return {name: array_ops.allreduce(own, op=Sum, name=f"error feedback of {name}", process_set=process_set)
@@ -126,7 +126,7 @@ class Compression(metaclass=_Choices):
     @staticmethod
     def restore_error_feedback(errors: Mapping[str, np.ndarray],
                                process_set: ProcessSet = global_process_set) -> None:
-        """Set the error feedback to a result of error_feedback(), also of a job of another size. Call on all ranks."""
+        """Set the error feedback to a result of error_feedback(), from a job of any size. Local; call on all ranks."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:
             feedback.restore(errors)

@@ -41,14 +41,14 @@ divided_states: list[Callable[[object], list[Any]]] = []
 
 
 class TensorFlowState(ObjectState):
-    """Variables and Python objects that are the state of a training script.
+    """The state of a training script: variables and Python objects.
 
     In an elastic job every MPISTRAT_CHECK_EVERY-th commit first compares the trainable variables of all ranks, except
     variables that were registered as local to each rank. MPISTRAT_CHECK_ACTION says whether a difference is an error or
     a warning. Each commit of an elastic job also contains the error feedback of Compression.int8.
 
     Args:
-        variables: tf.Variables or Keras variables, the same ones in the same order on all ranks.
+        variables: tf.Variables or Keras variables, the same variables in the same order on all ranks.
         session: The tf.compat.v1 session that has the variables; default: the session of the `with` block, if any.
             With a session, `variables` defaults to all global variables of its graph, and commits compare nothing.
         kwargs: Python objects, see ObjectState.
@@ -139,14 +139,14 @@ class Averaging(Protocol):
 
 
 class TensorFlowKerasState(TensorFlowState):
-    """A Keras model, its optimizer, and Python objects that are the state of a training script.
+    """The state of a training script: a Keras model, its optimizer, and Python objects.
 
     Args:
         model: A model whose weights have been created.
         optimizer: Default: the optimizer of `model.compile`. Its variables are created if they do not exist.
         backend: Accepted for compatibility with Horovod, ignored.
-        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job it gives all
-            ranks the same weights before each commit. The commit also contains the state of the callback.
+        averaging: The hvd.callbacks.LocalSGD or DiLoCo with which the model is trained. In an elastic job the
+            callback gives all ranks the same weights before each commit. The commit contains the callback's state.
         kwargs: Python objects, see ObjectState.
 
     Raises:

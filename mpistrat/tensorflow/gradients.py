@@ -446,11 +446,11 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             groups: Groups = None,
                             process_set: ProcessSet = global_process_set,
                             scale_local_gradients: bool = True, check_weights: bool = True) -> tf.GradientTape:
-    """Return a tape that shares the recording of `gradtape` and averages gradients over the ranks. Horovod's signature.
+    """Return a tape that shares `gradtape`'s recording and averages gradients over the ranks. Arguments as in Horovod.
 
     All ranks must call `gradient` in the same functions and in the same order. In a tf.function, the order of tracing
-    counts. The gradient of a Keras variable with overwrite_with_gradient is the largest value of all ranks. For this,
-    `sources` must contain the Keras variable, not its tf.Variable.
+    counts. The gradient of a Keras variable with overwrite_with_gradient is the largest value of all ranks, if the
+    argument `sources` of `gradient` contains the Keras variable, not its tf.Variable.
 
     Args:
         gradtape: A tf.GradientTape, during or after its recording.
@@ -494,11 +494,11 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str 
 
     Args:
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As for DistributedGradientTape.
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: Likewise.
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, check_weights: As above.
         local_layers: A Keras layer, or a list of layers. All layers must be built.
 
     Raises:
-        ValueError: As DistributedGradientTape. Also if `local_layers` has an object that is not a built layer.
+        ValueError: As for DistributedGradientTape. Also if `local_layers` has an object that is not a built layer.
     """
     tape = DistributedGradientTape(gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
                                    gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,

@@ -91,7 +91,7 @@ def allreduce(tensor: Reducible, average: bool | None = None, device_dense: str 
         ignore_name_scope: Leave name scopes out of the name.
 
     Raises:
-        MismatchError: On every rank, if calls differ. In eager code it is also a tf.errors.FailedPreconditionError.
+        MismatchError: On all ranks if their calls differ. In eager code it is also a tf.errors.FailedPreconditionError.
         InvalidRequestError: On this rank, for a dtype that `op` does not support, or a name that is already in flight.
             In eager code it is also a tf.errors.InvalidArgumentError.
         NotImplementedError: On this rank, for tf.IndexedSlices with an `op` other than Average and Sum.
@@ -208,9 +208,9 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
 
 def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> tf.Operation | None:
-    """Assign root_rank's values to the variables of all ranks, in one collective, eager or in tf.function. Collective.
+    """Assign root_rank's values to the variables of all ranks, in eager code or a tf.function. Collective.
 
-    Returns None; in the graph of a tf.compat.v1 session, the operation that assigns the values.
+    One collective sends all variables. Returns None; in a tf.compat.v1 graph, the operation that assigns the values.
 
     Args:
         variables: tf.Variables or Keras variables; the same number, shapes and dtypes on all ranks.
@@ -381,7 +381,7 @@ def alltoall(tensor: Reducible, splits: Reducible | Sequence[int] | None = None,
         from each rank (1-D int32).
 
     Raises:
-        As allreduce. Also InvalidRequestError on all ranks, if splits are negative or their sum exceeds the rows.
+        As allreduce. Also InvalidRequestError on all ranks, if splits are negative or their sum exceeds the row count.
     """
     number = number_of(process_set, "Alltoall")
     tensor = _dense(tensor, "alltoall")
@@ -512,17 +512,17 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return rank() as an int32 scalar. Local; raises as size_op."""
+    """Return rank() as an int32 scalar. Local; for errors see size_op."""
     return _scalar(lambda: runtime.current().topology.rank, name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return local_rank() as an int32 scalar. Local; raises as size_op."""
+    """Return local_rank() as an int32 scalar. Local; for errors see size_op."""
     return _scalar(lambda: runtime.current().topology.local_rank, name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return local_size() as an int32 scalar. Local; raises as size_op."""
+    """Return local_size() as an int32 scalar. Local; for errors see size_op."""
     return _scalar(lambda: runtime.current().topology.local_size, name)
 
 
@@ -550,7 +550,7 @@ def broadcast_object(obj: object = None, root_rank: int = 0, session: object = N
 
 def broadcast_object_fn(root_rank: int = 0, session: object = None, name: str | None = None,
                         process_set: ProcessSet = global_process_set) -> Callable[[object], Any]:
-    """Return a function of one object that calls broadcast_object with these arguments. Local."""
+    """Return a function f(obj) that calls broadcast_object with `obj` and these arguments. Local."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 

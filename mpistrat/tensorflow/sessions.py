@@ -234,7 +234,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Return the operation that assigns root_rank's values to all global variables of the graph. Collective when run.
 
     Raises:
-        RuntimeError: No graph of a session is active. Use broadcast_variables.
+        RuntimeError: The caller is not in the graph of a tf.compat.v1 session. Use broadcast_variables.
     """
     if session_graph() is None:
         raise RuntimeError(_TEXT.format(name="broadcast_global_variables()"))
@@ -250,7 +250,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         process_set: The ranks that take part; `root_rank` is one of them.
 
     Raises:
-        RuntimeError: When the hook begins, if no graph of a session is active.
+        RuntimeError: The hook begins outside of the graph of a tf.compat.v1 session.
     """
 
     def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set):

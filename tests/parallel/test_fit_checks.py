@@ -225,8 +225,8 @@ def by_rank(rank: int) -> Any:
 
 # The callbacks of a rank, the epoch in which the rates differ, and what the error advises.
 RATES_THAT_DIFFER = {
-    "plateau on one rank": (lambda rank: [] if rank else [plateau()], 3, "have a ReduceLROnPlateau: give it to"),
-    "scheduler on one rank": (lambda rank: [] if rank else [by_rank(0)], 2, "have a LearningRateScheduler: give it to"),
+    "plateau on one rank": (lambda rank: [] if rank else [plateau()], 3, "have a ReduceLROnPlateau: pass it to"),
+    "scheduler on one rank": (lambda rank: [] if rank else [by_rank(0)], 2, "have a LearningRateScheduler: pass it to"),
     "by the rank": (lambda rank: [by_rank(rank)], 2, "from values that are equal on all ranks, not from rank()"),
 }
 

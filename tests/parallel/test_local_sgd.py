@@ -254,7 +254,7 @@ def test_what_does_not_go_together_is_an_error_on_every_rank(rank: int, size: in
     shared = keras.optimizers.SGD(0.1)
     for optimizer, callbacks, says in [
             (sgd, [local, diloco], "fit has LocalSGD and DiLoCo among its callbacks"),
-            (hvd.DistributedOptimizer(adam), [diloco], r"Give compile\(\) keras.optimizers.Adam\(...\) itself"),
+            (hvd.DistributedOptimizer(adam), [diloco], r"Pass the plain keras\.optimizers\.Adam\(...\) to compile\(\)"),
             (adam, [everybody], "process_set=local.process_set"),
             (shared, [hvd.callbacks.DiLoCo(2, shared)], "is the optimizer of the model too")]:
         with pytest.raises(ValueError, match=says):

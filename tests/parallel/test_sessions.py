@@ -312,7 +312,7 @@ def test_a_copy_of_a_graph_that_is_gone_says_so() -> None:
     gc.collect()
     with tf.Graph().as_default(), v1.Session() as session:
         v1.train.import_meta_graph(saved)
-        with pytest.raises(tf.errors.OpError, match="was deleted, or in another process"):
+        with pytest.raises(tf.errors.OpError, match="was deleted, or was created by another process"):
             session.run(v1.get_collection("result")[0], {"x:0": 2.0})
 
 

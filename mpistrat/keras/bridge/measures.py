@@ -262,10 +262,10 @@ def line_of(unit: str, per_second: float, works: Sequence[Work], names: Sequence
 class Throughput(Callback):
     """Writes the number of rows per second, for all ranks together, into the logs of each epoch. Collective.
 
-    The key is `rows_per_second`, or, if the rows of a rank cannot be counted, `steps_per_second`, where all ranks
-    together make one step. All ranks get the same number. Put the callback before callbacks that read the logs
-    (CSVLogger, TensorBoard). Keras' own line of the epoch shows the number too. The time is that of the slowest rank,
-    from the beginning of the epoch to the end of the last step, including waits for data, but not validation. The first
+    The key is `rows_per_second`, or `steps_per_second` if the rows of a rank cannot be counted. A step that all ranks
+    make together counts once. All ranks get the same number. Put the callback before callbacks that read the logs
+    (CSVLogger, TensorBoard). Keras prints the number, too. The speed depends on the time of the slowest rank, from the
+    beginning of the epoch to the end of the last step, including waits for data, but not validation. The first
     step of fit does not count, because TensorFlow traces it. If the first epoch has no other step, its value is nan.
 
     At the end of fit rank 0 prints the speed over all epochs, even without this callback, unless `verbose=0`.

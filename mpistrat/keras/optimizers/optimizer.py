@@ -105,15 +105,15 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
     """Return a copy of `optimizer` that averages its gradients over the ranks before it applies them.
 
     The class of the copy is a subclass with the same name. The copy compiles, saves and loads like the original, and a
-    saved model loads where mpistrat is not installed. Gradients are clipped after they were averaged. A variable that
+    saved model loads where mpistrat is not installed. Gradients are clipped after they are averaged. A variable that
     Keras overwrites with its gradient (overwrite_with_gradient, for float8) gets the largest value of all ranks. All
-    ranks must create their optimizers in the same order. An optimizer that is deleted before any optimizer averages
-    gradients does not count. Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its
-    default) as False. Local; `apply` is collective.
+    ranks must create their optimizers in the same order, apart from optimizers that are deleted before any optimizer
+    averages gradients. Where XLA cannot compile collectives, Model.compile treats jit_compile="auto" (its default) as
+    False. Local; `apply` is collective.
 
     Args:
-        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. An optimizer of
-            Keras 2 (tf_keras) that is built shares its variables with the new optimizer.
+        optimizer: Any Keras optimizer, also a LossScaleOptimizer, built or not. It is not changed. A Keras 2
+            (tf_keras) optimizer that is already built shares its variables with the new optimizer.
         name: The name of the new optimizer; default: the name of `optimizer`.
         device_dense, device_sparse: Accepted for compatibility with Horovod, ignored.
         compression: One of Compression.
@@ -127,7 +127,7 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         groups: Which gradients are reduced together; default: all. A number: that many groups, with about equal numbers
             of gradients. Lists of variables: a group for the gradients of each list, and a last group for the gradients
             of all remaining variables.
-        process_set: The ranks that take part. On other ranks the optimizer works as the original.
+        process_set: The ranks that take part. On other ranks the optimizer works like the original.
         scale_local_gradients: Whether gradients that are excluded by `register_local_var` are divided by N.
         average_statistics: Whether fit averages the running statistics of layers such as BatchNormalization over the
             ranks, at the end of each epoch and before a ModelCheckpoint saves within an epoch. False: each rank keeps
@@ -143,10 +143,10 @@ def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa:
         shard_state: Divide the optimizer's state among the ranks, see ShardedOptimizer.
 
     Raises:
-        ValueError: `optimizer` is distributed already or no Keras optimizer, or an argument is out of range; or
+        ValueError: `optimizer` is not a Keras optimizer, or is already distributed; an argument is out of range; or
             `shard_state` is set, and the state of the optimizer cannot be divided.
-        MissingDependencyError: Gradients are accumulated, and this version of Keras lacks methods that mpistrat needs
-            to average them. `apply` raises it too.
+        MissingDependencyError: From this function or from `apply`, if gradients are accumulated, and this version of
+            Keras lacks methods that mpistrat needs to average accumulated gradients.
     """
     process_set = resolved(process_set)
     _check(optimizer, op, backward_passes_per_step)
@@ -178,7 +178,7 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     (SGD, Adam, AdamW, Nadam, Adamax, Adadelta, Adagrad, RMSprop, Ftrl, Lion) divide the elements of variables among the
     ranks. With Lamb, Muon and user-defined optimizers each variable belongs to one rank as a whole, and gradients are
     all-reduced. On one host, SGD and Adam compute the same weights as a DistributedOptimizer, bit for bit, unless XLA
-    compiles the steps. Gradients that are accumulated are reduced in every pass, and each rank accumulates its part.
+    compiles the steps. Accumulated gradients are reduced in every backward pass, and each rank accumulates its part.
 
     `optimizer.variables` has only the variables that are the same on all ranks: the step counter and the learning rate.
     Files have the format of the original optimizer, and load with any number of ranks. fit gathers the whole state on
@@ -213,12 +213,12 @@ def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  
 
     Args:
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense: As for DistributedOptimizer.
-        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: Likewise.
-        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: Likewise.
-        local_layers: A Keras layer, or a list of layers, all of them built.
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients: As above.
+        groups, process_set, scale_local_gradients, uneven, average_statistics, check_weights: As above.
+        local_layers: A Keras layer, or a list of layers. All layers must be built.
 
     Raises:
-        ValueError: As for DistributedOptimizer. Also if `local_layers` is no list of layers, or a layer is not built.
+        ValueError: As for DistributedOptimizer. Also if `local_layers` has an object that is not a built layer.
     """
     distributed = DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
@@ -528,7 +528,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
                legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,
                **arguments: Any) -> keras.Model:
-    """Load a Keras model and wrap its optimizer, with its state, in DistributedOptimizer. Local.
+    """Load a Keras model and wrap the model's optimizer in DistributedOptimizer. The optimizer keeps its state. Local.
 
     The result is a Keras 2 model if tf.keras is Keras 2 (tf_keras, with TF_USE_LEGACY_KERAS=1), else a Keras 3 model.
 
@@ -537,7 +537,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         custom_optimizers: User-defined optimizer classes that the file refers to.
         custom_objects: As for keras.models.load_model.
         compression: One of Compression.
-        legacy_opts: Accepted for compatibility with Horovod, ignored. A Keras 2 file names the optimizer's class.
+        legacy_opts: Accepted for compatibility with Horovod, ignored: a Keras 2 file names the optimizer's class.
         average_aggregated_gradients: For an optimizer that accumulates gradients. True: an update takes their mean, as
             in Keras. False: an update takes their sum, as in a DistributedOptimizer with backward_passes_per_step.
             None: the mean, with a warning, because the file does not say which.
