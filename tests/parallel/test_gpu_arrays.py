@@ -358,7 +358,7 @@ def test_one_line_says_which_way_the_tensors_go(library: Any, request: pytest.Fi
     lines = [line for line in caplog.messages if "GPU tensors are" in line]
     assert len(lines) == (mpistrat.rank() == 0)
     if lines and wanted in ("staged", "host"):
-        assert lines[0].endswith(f": MPISTRAT_GPU_OPERATIONS={wanted}")
+        assert lines[0].endswith(f"MPISTRAT_GPU_OPERATIONS={wanted}")
 
 
 @pytest.fixture

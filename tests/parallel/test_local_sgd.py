@@ -237,7 +237,7 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
     (lambda: hvd.callbacks.LocalSGD(every=2, warmup=-1), r"LocalSGD\(warmup=\)"),
     (lambda: hvd.callbacks.LocalSGD(every=2, scope="host"), "scope must be None, \"hosts\" or a ProcessSet"),
     (lambda: hvd.callbacks.LocalSGD(every=2, uneven="wait"), "uneven must be"),
-    (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "Leave out scope="),
+    (lambda: hvd.callbacks.DiLoCo(2, scope="hosts", uneven="join"), "Leave out one argument"),
     (lambda: hvd.callbacks.DiLoCo(every=2, outer="sgd"), r"DiLoCo\(outer=\) must be a Keras optimizer"),
     (lambda: hvd.callbacks.DiLoCo(2, hvd.DistributedOptimizer(keras.optimizers.SGD())), "must not be distributed"),
     (lambda: hvd.callbacks.DiLoCo(every=2, compression="int8"), "compression must be one of Compression"),
