@@ -116,7 +116,7 @@ class Cluster:
         self._port.close()
 
     def _abandon_collectives(self) -> None:
-        """Make shutdown() not wait for ranks that have died. A leaving chief tells the other ranks which have died."""
+        """Make shutdown() not wait for dead ranks. When the chief leaves, it tells the others which ranks are dead."""
         if self._peers.died:
             self._runtime.abandon(
                 f"ranks {sorted(self._peers.died)} have died, so collectives among all ranks are not possible any more."
@@ -207,8 +207,8 @@ def form(jobs: Mapping[str, int] | None = None) -> Cluster:
 def addresses_of(topology: Topology, links: Sequence[Link]) -> tuple[str, ...]:
     """Return for each rank the address at which other ranks reach it, or its host name if there is only one host.
 
-    All ranks on the chief's host have one address: the first rank of another host has reached the chief there. Any
-    other rank has the address from which it has connected to the chief.
+    All ranks on the chief's host have one address: the one at which the first rank on another host has reached the
+    chief. Any other rank has the address from which it has connected to the chief.
     """
     chief_host = topology.host_of[0]
     if len(topology.hosts) == 1:

@@ -303,14 +303,14 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def exchange(obj: T, marks: Sequence[int], name: str, process_set: ProcessSet) -> tuple[list[T], list[list[int]]]:
-    """Return the `obj` and the `marks` (integers) of each rank, in rank order; see Group.exchange. Collective."""
+    """Return two lists in rank order: the `obj` of each rank, and the `marks` (integers) of each rank. Collective."""
     payloads, of_ranks = resolved(process_set).group(name).exchange(dumps(obj), name, marks)
     return [pickle.loads(payload) for payload in payloads], of_ranks
 
 
 def _collective(arrays: Sequence[TensorLike], name: str, process_set: ProcessSet, finish: Callable[[list[Any]], T],
                 make_request: "partial[Request]", blocking: bool = False) -> AsyncResult[T]:
-    """Submit the request of `make_request` for `arrays`. `finish` makes the caller's result from the result tensors."""
+    """Make a request for `arrays` with `make_request`, and submit it. `finish` converts the list of results."""
     group, (tensors, restore) = resolved(process_set).group(name), tensors_of(name, arrays)
     if isinstance(tensors, GpuTensors):
         request = group.request_on_gpu(name, tensors, make_request)

@@ -55,7 +55,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's index, from 0, among the ranks of all hosts that have the same local_rank()."""
+    """Return this rank's index, from 0, among all ranks that have the same local_rank()."""
     return runtime.current().topology.cross_rank
 
 

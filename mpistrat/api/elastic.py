@@ -272,8 +272,8 @@ class ObjectState:
     def _restore_newest(self, own: "Member") -> tuple[int | None, CommitId | None]:
         """Restore the newest commit: on all ranks if all have it, otherwise on the first rank that has it. Collective.
 
-        Returns the rank whose state the caller must broadcast (None: all ranks have the commit; 0: there is no commit),
-        and the id of the commit. The id is None if there is no commit, or if only the job's checkpoint file has it.
+        Returns the rank whose state the caller must broadcast: rank 0 if there is no commit, None if all ranks have the
+        commit. Also returns the commit's id: None if there is no commit, or if only the job's checkpoint file has it.
         """
         rank = runtime.current().topology.rank
         found: CommitId | None = CommitId(own.job.generation, self._number)
@@ -304,7 +304,7 @@ class ObjectState:
         return None if is_everywhere else root, newest if is_kept else None
 
     def _kept(self, own: "Member") -> tuple[CommitId | None, Snapshot | None]:
-        """Return the id and the state of the newest commit in this host's agent, or None for both if there is none."""
+        """Return the id and the state of the newest commit that this host's agent process keeps, or (None, None)."""
         if own.newest is None:
             return None, None
         try:
@@ -456,7 +456,7 @@ def recover(limit_s: float = 5.0) -> None:
 
 
 class _Attempt:
-    """One recovery. `run` is called in a separate thread, because calls of MPI have no time limit."""
+    """One recovery. `run` has a thread of its own, so that the caller can stop waiting if a call of MPI hangs."""
 
     def __init__(self, former: Job, deadline: float):
         self._former, self._deadline = former, deadline

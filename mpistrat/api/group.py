@@ -68,7 +68,7 @@ class Backends:
     feedback: ErrorFeedback | None = None  # The rounding errors of transfers between hosts; None for one rank.
 
     def revoke(self) -> list[Any]:
-        """Give up all resources after a loss of ranks and the end of the engine. Local; see DataPlane.revoke."""
+        """Give up all resources after a loss of ranks. Local. Returns the communicators and requests to discard."""
         return [*self.data.revoke(), *(self.agreement.revoke() if self.agreement is not None else []),
                 *self.control.revoke()]
 
@@ -157,7 +157,7 @@ def _build_for_one_host(setup: _Setup) -> _Parts | None:
 def _build_for_hosts(setup: _Setup) -> _Parts | None:
     """Return backends for several hosts, with shared memory in each host; None if it cannot be shared. Collective.
 
-    MPI connects the hosts. If each host has one rank, MPISTRAT_CPU_OPERATIONS=mpi makes all arrays go over MPI.
+    With MPISTRAT_CPU_OPERATIONS=mpi, call it only if each host has one rank. The data backend is then MpiData.
     """
     from ..transport.hierarchical.allreduce import HierarchicalData, cross_comm
     from ..transport.hierarchical.hosts_agreement import HierarchicalAgreement, Piggyback, leader_exchange
@@ -277,8 +277,8 @@ class Group:
     Args:
         comm: The communicator of the group; None for a group of one rank.
         interruption: Ends the engine after a loss of ranks. `backends` must have been built with this object.
-        tracer: Records operations, and sends messages over this engine. Only the group of all ranks may have a tracer.
-        processes: The processes of the other ranks of this host, as far as they are known, by rank in the job.
+        tracer: Gets each operation, and exchanges messages with other ranks' tracers. Only for the group of all ranks.
+        processes: The known processes of other ranks of this host. The keys are the ranks' numbers in the job.
     """
 
     def __init__(self, settings: Settings, topology: Topology, backends: Backends, comm: "MPI.Intracomm | None",
@@ -318,7 +318,7 @@ class Group:
         return known[1]
 
     def await_gpu(self) -> None:
-        """Wait until the GPU has executed the collectives that are reported as complete. Local. Raises EngineError."""
+        """Wait for the GPU: it may still execute collectives whose handles are complete. Local. Raises EngineError."""
         self._device.await_kept()
 
     @property
@@ -350,8 +350,8 @@ class Group:
     def exchange(self, payload: bytes, name: str, marks: Sequence[int] = ()) -> tuple[list[bytes], list[list[int]]]:
         """Return the `payload` of each rank and the `marks` of each rank, in rank order. Collective over the group.
 
-        A first operation exchanges the marks, and digests of the payloads. If the digests differ, a second operation
-        exchanges the payloads. `marks`: 64-bit integers, which may differ among the ranks, but equally many on each.
+        A first operation exchanges the marks, and hashes of the payloads. If the hashes differ, a second operation
+        exchanges the payloads. `marks`: 64-bit integers, of which each rank must pass the same number.
         """
         digest = np.frombuffer(hashlib.blake2b(payload, digest_size=16).digest(), np.int64)
         head = np.array([[len(payload), *digest, *marks]], np.int64)
@@ -364,7 +364,7 @@ class Group:
         return [together[end - size:end].tobytes() for end, size in zip(np.cumsum(sizes), sizes, strict=True)], of_ranks
 
     def revoke(self) -> list[Any]:
-        """Give up all resources after a loss of ranks and the end of the engine. Local; see DataPlane.revoke."""
+        """Give up all resources after a loss of ranks. Local. Returns the communicators and requests to discard."""
         return [*self._backends.revoke(), *([] if self.comm is None else [self.comm])]
 
     def free(self) -> None:
@@ -378,7 +378,7 @@ class Group:
 def _where(ring: OperationRing) -> str:
     """Return a text for reports on late ranks: where this rank is in the script, and its last collectives.
 
-    As a method it would make a reference cycle of engine and Group, which keeps their memory after a recovery.
+    It is no method, because the engine would then refer to the Group, and this cycle would keep the memory of both.
     """
     now = time.monotonic_ns()
     last = [f"{each.request.name} ({(now - each.delivered) / 1e9:.1f} s ago)"

@@ -94,7 +94,7 @@ class Losses:
                            seconds, pid)
 
     def _failed_ranks(self) -> list[int]:
-        """Return the ranks that MPI knows to have failed. End the engines if another rank recovers from a loss."""
+        """Return the ranks that MPI knows to have failed. If another rank recovers from a loss, end the engines."""
         from ..transport.mpi import ulfm
         assert self._comm is not None
         failed = ulfm.failed_ranks(self._comm)
@@ -307,7 +307,7 @@ class Job:
             group.engine.interrupt(error)
 
     def await_gpu(self) -> None:
-        """Wait until the GPU has executed the collectives that are reported as complete. Local. Raises EngineError."""
+        """Wait for the GPU: it may still execute collectives whose handles are complete. Local. Raises EngineError."""
         for group in self._groups():
             group.await_gpu()
 
@@ -321,7 +321,7 @@ class Job:
             group.engine.await_interrupted(_LEAVE_S)
 
     def revoke(self, limit_s: float) -> list[Any]:
-        """End the engines and give up all resources but `comm`, after the loss of ranks. Local.
+        """End the engines after a loss of ranks, and give up all resources except the Job's own communicator. Local.
 
         Returns the MPI communicators and MPI requests that the caller must discard. Raises RecoveryError: An engine has
         not ended within `limit_s`.

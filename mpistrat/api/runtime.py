@@ -95,8 +95,8 @@ def waits_between(began_s: float, ended_s: float, process_set: int = 0) -> Waits
     """Return how long this rank waited for collectives of a process set between two past times. Local.
 
     Both times are in seconds of `time.perf_counter`, which reads CLOCK_MONOTONIC, as the engine does. The engine keeps
-    records of its last operations only. `seconds` in the result is the length of the time span that has records, 0
-    without records.
+    records of its last operations only. The result is for the part of the time span that has records.
+    `seconds` in the result is the length of this part, or 0.
     """
     try:
         traced = group_of("waits_between", process_set).traced
@@ -196,8 +196,8 @@ def shutdown() -> None:
     ShutdownError. Afterwards init() may be called again. In a forked process shutdown() does nothing.
 
     Raises:
-        InvalidRequestError: The caller is a finalizer (__del__) or signal handler that has interrupted a collective. A
-            signal handler that was installed at least 0.1 s before the collective does not get this error.
+        InvalidRequestError: The caller is a finalizer (__del__) or signal handler that has interrupted a collective.
+            mpistrat notices a new signal handler within 0.1 s. In later collectives the handler may call shutdown().
     """
     global _runtime
     if forked.is_child():
@@ -524,7 +524,7 @@ _LOOK_S = 0.001
 
 
 def _interrupt_soon() -> None:
-    """Make a thread send SIGINT to this process soon. Returns at once. A signal handler calls it in the main thread."""
+    """Start a thread that sends SIGINT to this process, if possible before the same operation on all ranks. Local."""
     signal_handlers.expect()
     threading.Thread(target=_interrupt, name="mpistrat-interrupt", daemon=True).start()
 

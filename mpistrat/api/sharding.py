@@ -167,7 +167,7 @@ def _rows(array: _Rows, rank: int, size: int, uneven: str, title: str) -> object
 
 
 def _take(array: _Rows, part: object, rows: list[int]) -> object:
-    """Return the rows of `array` at the indices `rows`, in the type of `part`. `part` lacks only the last of them."""
+    """Return the rows of `array` at the indices `rows`. `part` already has all of these rows except the last row."""
     if hasattr(array, "iloc"):
         return array.iloc[rows]
     if isinstance(array, list):

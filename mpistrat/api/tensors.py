@@ -360,7 +360,7 @@ def _native(array: np.ndarray) -> np.ndarray:
 
 
 def _convert(value: TensorLike, conversion: Callable[[], T]) -> T:
-    """Return `conversion()`. If it fails, raise InvalidRequestError, with the type of `value` for a DLPack tensor."""
+    """Return `conversion()`. If it fails, raise InvalidRequestError. For a DLPack tensor the error names its type."""
     try:
         return conversion()
     except (BufferError, RuntimeError, TypeError, ValueError) as error:

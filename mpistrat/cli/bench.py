@@ -156,7 +156,7 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
 
     Args:
         comm: A communicator of all ranks, used for MPI's own collective only; None with one rank.
-        repeats: Repetitions of each measurement; None: `repeats_for(nbytes)`, or fewer that take about LIMIT_S seconds.
+        repeats: Repetitions of each measurement; None: `repeats_for(nbytes)`; fewer if these take over LIMIT_S seconds.
         begin: Called with the text "CASE: MEASUREMENT" before each measurement.
     """
     nbytes, size, rank = case.nbytes, common.size(), common.rank()

@@ -235,7 +235,7 @@ def measure(comm: "MPI.Comm", hosts: tuple[str, str], ranks: tuple[int, int]) ->
 
 
 def _seconds_of(comm: "MPI.Comm", other: int, size: int, round_trip_s: float) -> float:
-    """Send `size`, then `size` bytes; `other` replies to each message. Return the seconds minus two `round_trip_s`."""
+    """Send `size` as a number, then as many bytes; await both replies. Return the seconds minus two round trips."""
     data, clock, began = np.zeros(size, np.uint8), np.zeros(1), time.perf_counter()
     _exchange(comm, other, np.array([float(size)]), clock)
     _exchange(comm, other, data, clock)
@@ -248,7 +248,7 @@ def _exchange(comm: "MPI.Comm", other: int, sent: np.ndarray, received: np.ndarr
 
 
 def _answer(comm: "MPI.Comm", other: int) -> None:
-    """Reply with the time to each message of `other`: 0, or a size and then as many bytes. The number -1 ends it."""
+    """Reply with the time to messages of `other`: 0, or a size and then as many bytes. Return when it sends -1."""
     size = np.zeros(1)
     while True:
         wait(comm.Irecv(size, other, _TAG))
@@ -351,7 +351,7 @@ def _allreduce() -> int:
 def _allreduce_on_gpus() -> bool:
     """Return whether all-reduces on GPUs are right; True if a rank has no cupy or no GPU. Collective.
 
-    Each rank prints its findings. There are three all-reduces, because mpistrat does the first two on the CPU as well.
+    Each rank prints its findings. There are three all-reduces, because mpistrat checks the first two on the CPU.
     """
     if not all(array_ops.allgather_object(common.gpu_available())):
         return True

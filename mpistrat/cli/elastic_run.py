@@ -77,9 +77,9 @@ def is_asked_for(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace, launched: Callable[..., Outcome]) -> int:
     """Run an elastic job, one generation after the other, and return the exit code of the job.
 
-    `launched`: Runs one generation and returns its Outcome. The arguments are the options, with the ranks and hosts of
-    this generation, the Mpirun, additional options for mpirun, environment variables for the ranks, TimeLimits, and an
-    Interference.
+    `launched`: Runs one generation and returns its Outcome. Its arguments: the options, whose ranks and hosts are those
+    of this generation; the Mpirun; additional options for mpirun; environment variables for the ranks; the TimeLimits
+    and the Interference for supervisor.launch.
 
     Raises LaunchError: The input is wrong.
     """
@@ -129,8 +129,8 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
     """Return the options of mpirun with which ranks survive the loss of another rank (ULFM); () if ULFM is not used.
 
     ULFM is used with Open MPI 5.0.10 and later, on one host. MPI_Finalize is asynchronous, because it may hang after
-    the loss of a rank. A job on several hosts starts new processes instead, because in a test on several hosts one of
-    five collectives of the surviving ranks hung, whichever transport Open MPI 5.0.11 used.
+    the loss of a rank. A job on several hosts starts new processes instead, because in a test on several hosts some
+    collectives of the surviving ranks hung, whichever transport Open MPI 5.0.11 used.
     """
     if mpirun.launcher is not OPEN_MPI or numbers(mpirun.version) < [5, 0, 10] or hosts > 1:
         return ()
@@ -138,7 +138,7 @@ def tolerant_options(mpirun: Mpirun, hosts: int) -> tuple[str, ...]:
 
 
 class _Control(Interference):
-    """The context manager in which signals go to the Service of the job. The Service calls `stop` to end mpirun."""
+    """A context manager in which signals go to the job's Service (elastic/service.py). The Service calls `stop`."""
 
     ends_all = True
 
@@ -156,7 +156,7 @@ class _Control(Interference):
         self.subject, self.generation, self.told, self.is_done = f"generation {generation}", generation, (), False
 
     def stop(self, generation: int, why: str, is_done: bool = False) -> None:
-        """End a generation's mpirun, even before its start, from any thread. `is_done`: Whether all ranks succeeded."""
+        """End a generation's mpirun now, or once it starts. From any thread. `is_done`: Whether all ranks succeeded."""
         self._stop = generation, why, is_done
         os.kill(os.getpid(), ABORTED)
 
@@ -168,7 +168,7 @@ class _Control(Interference):
         return why
 
     def why_vain(self, told: ReportReader) -> str:
-        """Tell the Service which ranks started, or ended without init(). Return "": the Service itself ends mpirun."""
+        """Tell the Service which ranks started, or ended without init(). Return "", because the Service ends mpirun."""
         assert self.service is not None
         self.service.started(self.generation, told.started, told.without_init - told.in_init)
         return ""

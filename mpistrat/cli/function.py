@@ -1,7 +1,7 @@
 """Run a function on the ranks of a new job and collect the results, for mpistrat.run (mpistrat/horovod).
 
-The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. A rank
-that sees the directory writes its result there. All other ranks send their results to one of these ranks.
+The function and its arguments are pickled into a temporary directory. The ranks of the job run function_rank.py. Ranks
+that see the directory write their results there. All other ranks send their results to one of these ranks.
 
 A child process executes `mpistrat run`, because `mpistrat run` changes the handling of signals. This affects all
 threads of a process, and is possible on its main thread only.

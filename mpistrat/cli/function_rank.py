@@ -1,7 +1,7 @@
 """One rank of mpistrat.run: `python -m mpistrat.cli.function_rank DIRECTORY`. See function.py.
 
-The reader is the lowest rank that sees the directory. The reader reads the function and broadcasts it. Ranks that do
-not see the directory, on other hosts, send their results to the reader. Started by function.py, under mpirun.
+DIRECTORY has the pickled function. The lowest rank that sees DIRECTORY reads the function and broadcasts it. Ranks on
+hosts without DIRECTORY send their results to that rank. Started by function.py, under mpirun.
 """
 
 import os
@@ -50,7 +50,7 @@ def is_seen(directory: Path) -> bool:
 
 
 def _outcome(call: bytes, path: Path | None) -> RankResult:
-    """Call the pickled function. Write its result or exception to `path`, if any, and then return or raise it."""
+    """Call the pickled function. Return its result or raise its exception, and write either to `path` (if any)."""
     try:
         function, args, kwargs = pickle.loads(call)
         result = function(*args, **kwargs)

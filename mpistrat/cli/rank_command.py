@@ -140,8 +140,8 @@ _FILES = "; ".join((
 class Stdin:
     """A file that a process of this host has open, and that rank 0 gets as stdin. Other ranks have an empty stdin.
 
-    Rank 0 opens the file itself, and does not read it through mpirun. Open MPI 5 never passes on the end of the file.
-    And mpirun reads ahead, so a loop `while read line; do mpistrat run ...; done` would lose lines.
+    Rank 0 opens the file itself, because Open MPI 5 passes on the content of a file, but never its end. mpirun also
+    reads ahead, so a loop `while read line; do mpistrat run ...; done` would lose lines.
     """
 
     path: str  # The path of the open file descriptor in /proc.

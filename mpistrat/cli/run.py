@@ -237,7 +237,7 @@ def _goes_elsewhere(options: Sequence[str]) -> bool:
 
 
 def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
-    """Return variables that tell ranks whether to bind themselves to shares of the cores: not if mpirun binds them."""
+    """Return variables that make ranks bind themselves to shares of the cores, or not if mpirun binds them."""
     if sets_binding(job.options):
         return {"MPISTRAT_BIND": "none" if os.environ.get("MPISTRAT_BIND", "").lower() in ("cores", "none") else "gpu"}
     # With --report-bindings, mpirun itself prints that it has bound nothing.

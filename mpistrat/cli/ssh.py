@@ -1,4 +1,4 @@
-"""Find out why mpirun cannot start ranks on other hosts by ssh, and the remedy.
+"""Find out why mpirun cannot start ranks on other hosts by ssh, and name a remedy.
 
 mpirun says only that a daemon has not reported back, or waits without a time limit. `mpistrat run` calls this module
 after a job has failed to start, and `mpistrat doctor` before it starts a job.

@@ -284,7 +284,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         can_show_more: Whether --traceback would show more.
         without_init: Number of ranks that have ended without init().
         why_not_started: Why some ranks have not started, or "".
-        subject: The subject of the sentence on the exit code: the job, or a generation of the job.
+        subject: The subject of the sentence on the exit code: the job, or a generation (one mpirun) of the job.
     """
     if code == 0:
         # The reports are from another job, which a rank has started, and whose failure the rank has handled.

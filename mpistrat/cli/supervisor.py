@@ -240,7 +240,7 @@ _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ra
 
 @dataclass(frozen=True)
 class Start:
-    """The expected start of the ranks. The defaults: Ranks do not print that they start (see `in_shell`)."""
+    """The expected start of the ranks. With the default values, ranks do not print that they start (`in_shell`)."""
 
     ranks: int = 0  # Number of ranks.
     timeout_s: float = math.inf  # Time limit in seconds, from the start of mpirun to the start of all ranks.
@@ -261,7 +261,7 @@ class Outcome:
 
 
 class Interference:
-    """Callbacks by which a supervisor of several mpiruns controls `launch`. The base class is for a single mpirun."""
+    """Callbacks by which an elastic job (several mpiruns) controls `launch`. This base class is for all other jobs."""
 
     subject = JOB  # the name of the job in messages
     ends_all = False  # Whether remaining processes are killed even if the exit code of mpirun is 0
@@ -272,7 +272,7 @@ class Interference:
         return ""
 
     def takes(self, number: int) -> bool:
-        """Return whether the supervisor handles this signal itself. If so, mpirun does not get the signal."""
+        """Return whether this method has handled signal `number`. If so, mpirun does not get the signal."""
         return False
 
     def why_vain(self, told: ReportReader) -> str:
@@ -298,7 +298,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         environ: The environment for mpirun, to which the variables of `command` are added.
         output: The filter of mpirun's stderr.
         speaker: The name of the command, which is printed before each line of mpistrat.
-        interference: The callbacks of a supervisor of several mpiruns.
+        interference: The callbacks of an elastic job; None: the job is not elastic.
         stdout: A file descriptor for mpirun's stdout; None: the stdout of this process.
         ranks: Number of ranks that print that they call init(); 0: ranks do not print it.
         why_no_init: Called if the job has failed and no rank has called init(). Returns the reason, or "".
@@ -324,7 +324,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 class _Run:
     """One mpirun process. `mask`: The signal mask with which mpirun starts.
 
-    The caller must have blocked SIGCHLD, ABORTED and the signals in `caught`. `wait` receives them by sigtimedwait.
+    The caller must have blocked SIGCHLD, ABORTED (launcher_watch.py) and the signals in `caught`. `wait` receives them.
     """
 
     def __init__(self, command: LaunchCommand, environ: Mapping[str, str], caught: set[signal.Signals],

@@ -1,4 +1,4 @@
-"""`mpistrat timeline FILE`: where the time of each rank went, which rank came last, what was not fused and why.
+"""`mpistrat timeline FILE`: where each rank's time went, which ranks the others awaited, what was not fused and why.
 
 The result is text and, with --html, one HTML page with inline SVG. The page has no script and loads nothing from the
 network. Called by main.py.
@@ -231,7 +231,7 @@ def longest_wait(records: Sequence[Record]) -> Record:
 
 
 def _wait_of(records: Sequence[Record], places: Sequence[_Place]) -> str:
-    """Return a sentence on the longest wait: which rank waited for which, in which step, and where the late one was."""
+    """Return a sentence on the longest wait: who waited for which rank, in which step, and what code that rank ran."""
     longest = longest_wait(records)
     arrival = arrival_of(by_operation(records)[longest.process_set, longest.number])
     step = "" if longest.step == NO_STEP else f" in step {longest.step}"

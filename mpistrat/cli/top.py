@@ -266,7 +266,7 @@ _MOST_RANKS = 64  # More ranks do not fit on a screen. Only the first ranks get 
 
 
 def _drawn(summaries: Sequence[Summary], problems: Sequence[str], is_list: bool) -> "RenderableType":
-    """Draw a list of jobs, one line for each job, or one job. Below it, draw the sentences on files not shown."""
+    """If `is_list`, draw one line for each job, else draw the only job in detail. Below, draw the `problems`."""
     from rich.console import Group
     from rich.text import Text
     return Group(*(_listed(summaries) if is_list else _job(summaries[0])),

@@ -30,8 +30,8 @@ def marked(request: Request) -> AbstractContextManager[Any]:
 def add(make: Callable[[str], AbstractContextManager[Any]], runs: Callable[[], bool] = lambda: True) -> None:
     """Register a profiler, which then shows reductions. Registering the same profiler again does nothing.
 
-    `make(name)` returns a context manager for a reduction. `runs()` returns whether the profiler runs. If several
-    profilers are registered, `runs` is not called, and `make` is called for every reduction.
+    While `runs()` is true (the profiler runs), every reduction calls `make(name)`, which returns a context manager. If
+    several profilers are registered, every reduction calls `make` in any case, and `runs` is never called.
     """
     global is_on
     if make not in makers:

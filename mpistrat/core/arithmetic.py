@@ -18,7 +18,7 @@ from .request import ReduceOp, is_half
 class Scale:
     """The last step of a reduction: multiplies by `factor`, divides by `divisor` (a number of ranks), and rounds.
 
-    Integer results are truncated toward zero. Integers are divided exactly if `factor` is 1, else scaled in float64.
+    Integer results are truncated toward zero. If `factor` is 1, they are computed in integers, else in float64.
     """
 
     def __init__(self, factor: float = 1.0, divisor: int = 1):
@@ -134,7 +134,7 @@ class FlatLayout:
 
 
 def segments(arrays: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
-    """Return (slice of the flat buffer, 1-D view of the array) for each array that is not empty."""
+    """Return (slice of a flat buffer of `arrays`, 1-D view of the array) for each array that is not empty."""
     ends = accumulate([array.size for array in arrays])
     return [(slice(end - array.size, end), array.reshape(-1)) for array, end in zip(arrays, ends) if array.size]
 

@@ -35,7 +35,7 @@ class Errors:
 
 
 class ErrorFeedback:
-    """The rounding errors of all buckets, by bucket name. Ranks without memory for them say so through `plane`."""
+    """The rounding errors of all buckets, by bucket name."""
 
     def __init__(self, plane: DataPlane, topology: Topology):
         self._plane, self._topology = plane, topology
@@ -53,11 +53,11 @@ class ErrorFeedback:
         return dict(sorted((waiting | {name: errors.own() for name, (_, errors) in self._kept.items()}).items()))
 
     def restore(self, errors: Mapping[str, np.ndarray]) -> None:
-        """Replace all errors by `errors`: the sums of `own` over the ranks. Local; no collective may be in flight."""
+        """Replace all errors. `errors`: The sums over ranks of what `own` returned. Local; no collective in flight."""
         self._kept, self._restored = {}, dict(errors)
 
     def of(self, quantised: Quantised, count: int) -> Errors | None:
-        """Return the errors of a bucket of `count` values; None: the bucket has no error feedback. Collective.
+        """Return the errors of the `count` values of bucket `quantised.name`; None: no error feedback. Collective.
 
         Raises EngineError: A rank has no memory for the errors. All ranks raise it.
         """

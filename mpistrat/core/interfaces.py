@@ -146,7 +146,7 @@ class DeviceExecutor:
         return False
 
     def await_kept(self) -> None:
-        """Wait until the device has finished the work whose handles were completed in advance. Local; any thread."""
+        """Wait for the work that the device had not finished when its handle was completed. Local; any thread."""
 
     def drain(self) -> None:
         """Wait until all handles are complete, and the device no longer uses the memory of their tensors."""
@@ -156,7 +156,7 @@ class DeviceExecutor:
         return []
 
     def halt(self) -> None:
-        """Make the memory of unfinished work safe to reuse before handles fail. Takes seconds at most. Never raises."""
+        """Before handles fail, make memory of unfinished work safe to reuse. Takes seconds at most. Never raises."""
 
     def abandon(self) -> None:
         """Give up all work, because this rank or another rank has failed. Never raises."""
@@ -237,7 +237,7 @@ class Observer:
 
 
 class Outcome(IntEnum):
-    """The outcome of a round of votes. ALL_READY: All ranks have voted for the same number, with `is_ready` true."""
+    """The outcome of an AgreementRound. ALL_READY: All ranks have voted for the same number, with `is_ready` true."""
 
     REFUSED = 0
     AGREED = 1  # All ranks have voted for the same number.
@@ -249,7 +249,7 @@ class AgreementRound(ABC):
 
     @abstractmethod
     def vote(self, number: int, is_ready: bool = False) -> None:
-        """Vote for `number` (61 bits); 0 refuses to agree. Wakes sleeping ranks. `is_ready`: See Outcome."""
+        """Vote for `number` (61 bits); 0 refuses to agree. Wakes ranks. `is_ready`: This rank's data is packed."""
 
     @abstractmethod
     def outcome(self) -> Outcome | None:

@@ -43,7 +43,7 @@ class Interruption:
             raise self.error
 
     def await_error(self) -> None:
-        """Give the watch for lost ranks time to set `error`. If `error` is None afterwards, no rank is lost."""
+        """Wait, for 0.5 s at most, until a lost rank has been noticed. If `error` stays None, no rank is lost."""
         until = time.monotonic() + _SIGN_S
         while self.is_watched and self.error is None and time.monotonic() < until:
             time.sleep(_SIGN_POLL_S)

@@ -96,7 +96,7 @@ class ResultPool:
         return block
 
     def _drop_free(self, allowed_bytes: int, taken_since: int = 0) -> None:
-        """Drop free blocks last taken before round `taken_since`, then the oldest until `allowed_bytes` are left."""
+        """Drop free blocks not taken since round `taken_since`, then the oldest until only `allowed_bytes` are free."""
         free = [block for blocks in self._blocks.values() for block in blocks if block.is_free]
         free.sort(key=lambda block: block.taken_at, reverse=True)
         dropped = set()

@@ -109,7 +109,7 @@ class Request:
     # The indices of the caller's tensors that each submitted array is made of, if small tensors were concatenated or
     # reordered; () for one array per tensor, in order.
     layout: tuple[tuple[int, ...], ...] = ()
-    # The dtype in which wider floating-point tensors on a GPU are sent and reduced; "" for their own.
+    # The dtype in which wider floats on a GPU are sent and reduced, or INT8 for data between hosts; "" for their own.
     wire_dtype: str = ""
     # How many executions of graphs that submit this name have ended in an error on this rank since the ranks last
     # executed it. TensorQueue sets it.

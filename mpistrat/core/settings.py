@@ -32,7 +32,7 @@ FastWay = Literal["fast_path", "fixed_input", "shadow", "small_buckets", "stream
 def _setting(env: str, default: T, doc: str, **allowed: Any) -> T:
     """Return a dataclass field with its environment name (without prefix), its documentation and its `allowed` values.
 
-    `allowed`: `low` and `high` of a number; for a text `choices` (one is set), `words` (some are set) or neither.
+    `allowed`: `low` and `high` of a number; for a text `choices` (one of these), `words` (some of these) or neither.
     """
     return field(default=default, metadata={"env": env, "doc": doc, **allowed})
 
@@ -196,7 +196,7 @@ class Settings:
 
     @property
     def probe_s(self) -> float:
-        """Seconds between two probes of another host: at least 1, because the kernel takes whole seconds."""
+        """Seconds between two probes of another host: at least 1, because the kernel counts in whole seconds."""
         return max(1.0, self.lost_after_s / 5)
 
     @property

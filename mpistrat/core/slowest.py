@@ -21,7 +21,7 @@ def total(waits: Iterable[Waits]) -> Waits:
 
 
 def behind(waits: Waits) -> str:
-    """Return which share of `waits` the backward pass has hidden: "12% of it during the backward pass"; "" for 0."""
+    """Return which share of the waits fell into the backward pass: "12% of it during the backward pass"; "" for 0."""
     share = waits.hidden / ((waits.waiting + waits.moving) or 1)
     return f"{share:.0%} of it during the backward pass" if share else ""
 

@@ -127,7 +127,7 @@ def describe_by_rank(values: Sequence[object], form: str = "{value} on ranks {ra
 
 
 def ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """Return the ranks that have each value, in the order of the first of these ranks. Rank r has `values[r]`."""
+    """Return the ranks that have each value. The value of the lowest rank comes first. Rank r has `values[r]`."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

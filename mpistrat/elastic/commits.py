@@ -81,7 +81,7 @@ def encode(value: object) -> tuple[bytes, list[memoryview]]:
 def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
     """Return the value that `encode` has encoded as `data` and `buffers`. Its arrays are views of `buffers`.
 
-    `data` must be of this user, because a pickle in it runs code. Raises Exception: `data` is not a result of `encode`.
+    `data` must come from this user, because a pickle in it runs code. Raises Exception: `data` is malformed.
     """
     def unpack(part: bytes | memoryview) -> Any:
         return msgpack.unpackb(part, ext_hook=extension, strict_map_key=False, unicode_errors="surrogatepass")
@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
 
 
 def _name_of(dtype: "np.dtype[Any]") -> str:
-    """Return a name from which `_dtype` makes `dtype`; "" if there is none, as for structured dtypes and object."""
+    """Return a name that the function `_dtype` turns into `dtype`; "" if none, as for structured dtypes and object."""
     for name in (dtype.str, dtype.name):  # For bfloat16 and similar dtypes, only `dtype.name` is such a name.
         with contextlib.suppress(TypeError, AttributeError):
             if not dtype.hasobject and _dtype(name) == dtype:

@@ -1,4 +1,4 @@
-"""The Member of this rank: its place in an elastic job. init() creates it, and elastic states and callbacks use it.
+"""The Member (see `member`) of this rank in an elastic job. init() creates it, and elastic states and callbacks use it.
 
 The module `member` and its dependencies are imported only in elastic jobs.
 """

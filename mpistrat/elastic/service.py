@@ -37,7 +37,7 @@ class Service:
     """The supervisor's threads: they talk to the agents, look for hosts, and carry out what the Plan decides.
 
     Args:
-        hosts: The hosts at the start, each with its number of ranks.
+        hosts: The hosts when the job starts, each with its number of ranks.
         find_hosts: Returns the hosts that exist now, in the form of `hosts`; None if it cannot find out.
         addresses: Names and addresses at which agents can reach this host.
         say: Prints a sentence.

@@ -101,8 +101,8 @@ class Hosts:
     def usable(self, least: int, now: float) -> dict[str, int]:
         """Return the hosts on which ranks may start, each with its number of ranks.
 
-        If these hosts have fewer than `least` slots together, add excluded hosts that are reached, or that answer
-        probes but did not when they were excluded. Add silent hosts after their cooldown: a firewall may drop probes.
+        If these hosts can take fewer than `least` ranks, add excluded hosts that are reached, or that answer probes but
+        did not when they were excluded. Add other hosts after their cooldown: a firewall may drop probes to them.
         """
         found = {host: slots for host, slots in self.slots.items()
                  if self._is_rested(host, now) and (host in self.trusted or self.is_there(host, now))}
@@ -439,8 +439,8 @@ class Plan:
                         silent: Collection[str] = ()) -> list[Action]:
         """Decide what follows after the mpirun of a generation has ended with exit code `code`.
 
-        `has_started`: Whether processes have started on all hosts. If not, hosts without ranks and agents are excluded
-        for a while, and if there are such hosts, the limits of failures and losses do not count this generation.
+        `has_started`: Whether processes have started on all hosts. If not, hosts with neither a rank nor an agent are
+        excluded for a while. If there are such hosts, the limits of failures and losses do not count this generation.
         `silent`: The hosts whose agents have been silent for longer than usual, but are not given up yet.
         """
         running = self._running

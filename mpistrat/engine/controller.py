@@ -105,7 +105,7 @@ class LifeCycle:
     def fail(self, error: BaseException) -> None:
         """End the engine because of `error`. Send the error to the other ranks, so that they do not wait for this rank.
 
-        If ranks are lost, that loss is the cause of the error. Nothing is sent then: other ranks notice the loss too.
+        If ranks are lost, the loss ends the engine, not `error`. Nothing is sent then: other ranks notice the loss too.
         """
         if isinstance(error, Exception) and not isinstance(error, BrokenOffError):
             self._interruption.await_error()
@@ -199,7 +199,7 @@ class Controller:
         clock: Returns seconds, from any origin.
         interruption: Ends the cycles if ranks are lost; None: losses are not noticed.
         where: Returns where in the script this rank is, for the report that other ranks wait for this rank.
-        look: Returns where a rank is that does not answer, by its number in the job. A call may take seconds.
+        look: Returns which code another rank executes. The argument is its number in the job. May take seconds.
     """
 
     def __init__(self, topology: Topology, control: ControlPlane, executor: Executor, settings: Settings,
@@ -240,7 +240,7 @@ class Controller:
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank has operations, votes or GPU work to complete."""
+        """Whether this rank has operations or GPU work to complete, or has voted and waits for the outcome."""
         return bool(self.queue.outstanding or self.queue.new or self.queue.later or self.executor.device.batches
                     or self._fast_path.has_voted)
 
@@ -251,7 +251,7 @@ class Controller:
 
     @property
     def may_propose(self) -> bool:
-        """Whether this rank may vote for a new operation: a vote is open, and no other operation is outstanding."""
+        """Whether this rank may vote for a new operation: the fast path is open, and nothing else is outstanding."""
         votes = self._fast_path
         return votes.is_open and not (votes.has_voted or self.queue.outstanding or self.life.is_end_requested)
 
@@ -364,7 +364,7 @@ class Controller:
         self._has_sole_awaited = self.queue.outstanding == 1 and entries[0].is_awaited
 
     def _settle(self, now: float) -> bool:
-        """If all ranks have voted, execute what they agreed on, or else negotiate. Returns whether all have voted."""
+        """Once all ranks have voted, execute the operation, or negotiate if they disagree. Return whether all voted."""
         entry, outcome = self._fast_path.settle()
         if entry is None:
             return outcome is not None
@@ -377,7 +377,7 @@ class Controller:
         return True
 
     def _attend_vote(self, now: float) -> bool:
-        """Settle the open vote, vote against all operations, or report late ranks. Returns the result of `_settle`."""
+        """Call `_settle` and return its result. Refuse to agree if this rank has other work. Report late ranks."""
         has_settled = self._settle(now)
         if self.queue.outstanding or self.life.is_end_requested:
             self._fast_path.decline(now)
@@ -394,7 +394,7 @@ class Controller:
             self._coordinator.answer(self._where())
 
     def _execute_learned(self, now: float) -> None:
-        """Execute the received decisions of rank 0. First end an open vote, by voting against all operations."""
+        """Execute the received decisions of rank 0. If the fast path is open, first end it by refusing to agree."""
         while self._learned and not self.life.ended.is_set():
             learned = self._learned[0]
             # Relay before executing, since the children must first end an open vote too. Do not relay before earlier

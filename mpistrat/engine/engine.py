@@ -137,7 +137,7 @@ class Engine:
         return EngineError(str(self._life.error or error))
 
     def end_failed_execution(self, names: Collection[str], origins: Collection[Origin]) -> None:
-        """Wait for the operations in flight of a graph whose execution has ended in an error. Count the error. Local.
+        """Wait for operations in flight of a graph whose execution has failed. Count the failure (TensorQueue). Local.
 
         `origins`: The nodes of the graph. `names`: The names that these nodes may submit. Normally the other ranks also
         submit the operations in flight, which then complete. If they do not complete soon, the engines of all ranks

@@ -79,7 +79,7 @@ def _neutral_value(request: Request, dtype: np.dtype) -> object:
 
 
 def _combined_pairs(data: DataPlane, slices: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """Return the results of one level of Adasum: for each tensor, combine its slices in pairs. Collective."""
+    """Return the results of one level of Adasum: for each tensor, combine the ranks' slices in pairs. Collective."""
     pairs = [list(zip(parts[::2], parts[1::2])) for parts in slices]
     dots = np.array([[_dots(a, b) for a, b in pairs_of_tensor] for pairs_of_tensor in pairs])
     flat = dots.reshape(-1)

@@ -5,7 +5,7 @@ reductions are checked before they are delivered, while this rank still has its 
 few elements, because one row of a batch with Inf or NaN spoils most of the gradients of all earlier layers.
 
 Loss scaling skips steps whose gradients are not finite. So a rank warns only if the weights are not finite either, or
-if more reductions in a row were not finite than loss scaling ever skips.
+if more consecutive reductions were not finite than loss scaling ever skips.
 
 The executor calls `look` in the thread that drives. Any thread may call `conclude` while no reduction is in progress.
 """
@@ -33,7 +33,7 @@ _MOST_KNOWN = 256
 
 
 class FiniteWatch:
-    """Checks reduced gradients for Inf and NaN, and warns once they are permanent. The checks end then."""
+    """Checks reduced gradients for Inf and NaN. As soon as these are permanent, it warns, and checks no more."""
 
     def __init__(self, rank: int):
         self.is_done = False  # Whether permanent Inf or NaN were found, on this rank or on another rank.
@@ -65,7 +65,7 @@ class FiniteWatch:
             self._tell()
 
     def conclude(self, weights: Sequence[np.ndarray]) -> None:
-        """After gradients with Inf or NaN, warn if `weights` have some too. If not, forget those gradients. Local."""
+        """If gradients had Inf or NaN, warn if `weights` have any too, and otherwise forget those gradients. Local."""
         if self._count and not self.is_done:
             if all(map(_is_finite, weights)):
                 self._count = 0

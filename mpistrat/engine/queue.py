@@ -91,7 +91,7 @@ class TensorQueue:
             self._failed_in.update(dict.fromkeys(names, _here.thread))
 
     def forget_failures(self, of_all_threads: bool = False) -> None:
-        """Forget the failures counted in this thread, or in all threads. No rank may have leftover entries of them."""
+        """Forget the failures of this thread, or of all threads. No rank may have entries left of failed executions."""
         with self._lock:
             for name in [name for name, its in self._failed_in.items() if of_all_threads or its is _here.thread]:
                 self._forget(name, self.failures[name])
@@ -139,7 +139,7 @@ class TensorQueue:
     def finish(self, name: str) -> Entry:
         """Remove the entry in flight with this name, and return it. The name is then free again. Driver only.
 
-        Called before the entry's handle is completed. The next entry with this name becomes a new entry. Until
+        Called before the entry's handle is completed. An entry that waits behind it becomes new (`take_new`). Until
         `executed` is called, `close` still returns the finished entry, so that a failure in between does not lose it.
 
         Raises EngineError: No entry with this name is in flight.

@@ -46,7 +46,7 @@ def copy_tables(sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np
                 counts: Sequence[int]) -> list[np.ndarray]:
     """Return one table for each launch. The launches copy `counts[i]` elements from `sources[i]` to `targets[i]`.
 
-    Sources and targets are addresses. A table has at most PIECES_PER_LAUNCH rows (PIECE). A count of 0 gets no row.
+    Sources and targets are addresses. A table has at most PIECES_PER_LAUNCH rows. A count of 0 gets no row.
     """
     pieces = np.zeros(len(counts), PIECE)
     pieces["source"], pieces["target"], pieces["count"] = sources, targets, counts

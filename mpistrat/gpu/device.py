@@ -105,7 +105,7 @@ class Device:
     def record(self, stream: RecordedStream | None = None) -> Event:
         """Record an event after all work enqueued so far on `stream` (None: on cupy's current stream), and return it.
 
-        The numbers of events increase in the order in which the events are recorded.
+        Events are numbered in the order in which they are recorded.
         """
         stream = cupy.cuda.get_current_stream() if stream is None else stream
         try:

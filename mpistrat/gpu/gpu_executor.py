@@ -46,7 +46,7 @@ Run = Callable[["Work"], None]  # Enqueues the work of an entry.
 
 @dataclass(slots=True)
 class Work:
-    """A submitted request (entry), its tensors, memory for its results, and what enqueues it (None: it is fused)."""
+    """A submitted request (entry), its tensors, its results' memory, and `run` to enqueue it (None: it is fused)."""
 
     entry: Entry
     tensors: GpuTensors
@@ -75,7 +75,7 @@ class Batch:
             complete_all([(work.entry.handle, work.made.results) for work in self.works])
 
     def release(self) -> None:
-        """Drop tensors and results whose memory can only be reused after the GPU has reached `ends`. Keep others."""
+        """Drop the tensors and results whose memory is only reused by work that waits for `ends`. Keep all others."""
         for work in self.works:
             tensors = work.tensors
             if tensors.streams and tensors.streams == tensors.readers:
@@ -91,7 +91,7 @@ def tensors_in(entry: Entry) -> GpuTensors:
 
 
 def over(batches: deque[Batch], but: int = 0) -> Iterator[Batch]:
-    """Remove and yield the first batches that the GPU has finished. Keeps at least the last `but` batches."""
+    """Remove and yield the batches before the first that the GPU has not finished. Keeps the last `but` batches."""
     while len(batches) > but and False not in [end.done for end in batches[0].ends]:
         yield batches.popleft()
 
@@ -240,7 +240,7 @@ class GpuExecutor(DeviceExecutor):
         return finished
 
     def _release(self, but: int = 0) -> None:
-        """Drop the first batches whose memory is kept, if the GPU has finished them. Leaves the last `but` batches."""
+        """Remove the batches in `kept` before the first that the GPU has not finished. Leaves the last `but`."""
         self._looked = self._clock()
         for batch in over(self.kept, but):
             self._end(batch)
@@ -353,7 +353,7 @@ class GpuExecutor(DeviceExecutor):
         return False
 
     def _streams_wait(self, device: GpuDevice, nccl: NcclData) -> bool:
-        """Return whether CUDA streams, and not the host, wait for results. First tests that streams wait. Local."""
+        """Return whether CUDA streams, not the host, should wait for results: only if a test of them passes. Local."""
         # Ranks in two process sets may enqueue the collectives of the two sets in different orders. If streams waited
         # for both, one set could wait for the other on one rank, and the other way round on another rank.
         if not self._settings.uses("stream_order") or not nccl.is_alone:

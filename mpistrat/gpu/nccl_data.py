@@ -42,7 +42,7 @@ _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 class WireFormat(NamedTuple):
-    """How NCCL sends an element: as `parts` numbers. Their dtype is `memory` in the tensor, and `dtype` when sent."""
+    """How NCCL sends an element: 1 or 2 numbers (`parts`). `memory`: Their dtype in the tensor; `dtype`: as sent."""
 
     memory: str
     dtype: str
@@ -69,7 +69,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def wire_format(dtype: str, op: ReduceOp, wire_dtype: str = "") -> WireFormat | None:
-    """Return the format in which NCCL can reduce `dtype`, or None. float32 and float64 are sent as `wire_dtype`."""
+    """Return the format in which NCCL can reduce `dtype`, or None. Only float32 and float64 use `wire_dtype`."""
     if wire_dtype and dtype in _WIDE:
         return WireFormat(dtype, wire_dtype)
     if dtype in DTYPES:

@@ -1,7 +1,7 @@
-"""Checks in each job: CUDA streams wait, NCCL sums known numbers right, NCCL's first results agree with the CPU's.
+"""Checks, in each job, that CUDA streams wait, that NCCL sums right, and that its first results agree with the CPU's.
 
-Streams, drivers, NCCL and the link between two GPUs may be faulty on untested machines: a stream may not wait, or an
-IOMMU may corrupt reads from the other GPU. Call the functions within `GpuDevice.current()`.
+Streams, drivers, NCCL and the link between two GPUs may be faulty on untested machines: a stream may fail to wait, or
+an IOMMU may corrupt reads from the other GPU. Call the functions within `GpuDevice.current()`.
 
 A handle is complete when its work is enqueued, as in Horovod: https://github.com/horovod/horovod/pull/2963. A stream
 that does not wait would therefore read wrong numbers. A check of a stream counts only if the awaited work still runs
@@ -206,9 +206,9 @@ class Proof:
     # -- the first buckets --------------------------------------------------------------------------------------------
 
     def trusts(self, kind: Kind, bucket: Sequence[tuple[str, GpuArray, int]], reduction: Reduction) -> bool:
-        """Return whether NCCL is trusted with this `kind` (after two buckets). If not, reduce `bucket` on the CPU, too.
+        """Return whether NCCL is trusted with this `kind`: whether its results for two buckets were checked before.
 
-        `compare` then checks NCCL against the CPU. `bucket`: Each tensor's name, the tensor, and its result's address.
+        If not, this also reduces `bucket` on the CPU, for `compare`. `bucket`: (name, tensor, address of the result).
         """
         if self._done[kind] >= _SHADOWS:
             return True
@@ -260,7 +260,7 @@ class Proof:
 
 
 def _known(places: np.ndarray, rank: int) -> np.ndarray:
-    """Return the whole numbers of `rank`, one for each place. Sums over 1,000 ranks are exact in half precision."""
+    """Return the test numbers of `rank` at the indices `places`. Sums over 1,000 ranks are exact in half precision."""
     return np.asarray((places * 7 + rank * 3) % 5 - 2.0)
 
 

@@ -188,8 +188,8 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     installed. Without cloudpickle the function must be in a module that the ranks can import.
 
     The pickled data are files in a temporary directory of this host (TMPDIR). At least one rank must be able to open
-    the files: a rank on this host, or on a host that shares the directory. This rank also reads the function and writes
-    the results for ranks that cannot open the files. Tracebacks of those ranks are only in the output.
+    the files: a rank on this host, or on a host that shares the directory. Such a rank also reads the function for the
+    ranks that cannot open the files, and writes their results. Tracebacks of those ranks are only in the output.
 
     Args:
         func: Called on each rank, after init(). If `func` calls init() again, that call does nothing.

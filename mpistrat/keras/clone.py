@@ -67,7 +67,7 @@ def copy_of(optimizer: Optimizer, cls: type[Optimizer] | None = None, changes: M
 
 
 def sharing(optimizer: Optimizer, cls: type[Optimizer], changes: Mapping[str, object]) -> Any:
-    """Return a Keras 2 optimizer of class `cls` that shares the variables of `optimizer`. `changes` may give a name."""
+    """Return a Keras 2 optimizer of class `cls` with the variables of `optimizer`. `changes` may have a new name."""
     new = object.__new__(cls)
     vars(new).update(vars(optimizer))
     if "name" in changes:

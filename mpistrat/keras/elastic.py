@@ -121,11 +121,12 @@ class Elastic(Callback):
     epoch then has a new order. The logs of the interrupted epoch cover the batches after the commit.
 
     With a distributed optimizer each rank trains the rows that its script has chosen. Processes that survive keep their
-    rows, and the rows of a lost rank are left out. New processes choose their rows again, so the number of batches per
-    epoch may change. Then fit continues at the same fraction of the epoch, rounded down to a batch, so the rows of up
-    to one batch, or of k batches with steps_per_execution=k, are trained twice. If the number of batches is unknown (a
-    generator), fit assumes that it is inversely proportional to the number of ranks. With `MPIStrategy`, or with
-    `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks train the rows of a lost rank.
+    rows, and the rows of a lost rank are left out. New processes run the script from its start, and choose rows for the
+    new number of ranks. If that changes the number of batches per epoch, fit continues at the finished fraction of the
+    epoch, rounded down to a batch (to k with steps_per_execution=k). So the rows of up to one batch (or k) are trained
+    twice. If the number of batches is unknown (a generator), fit assumes that it is inversely proportional to the
+    number of ranks. With `MPIStrategy`, or with `hvd.elastic.ElasticSampler` in a loop of your own, the remaining ranks
+    train the rows of a lost rank.
 
     Args:
         commit_every: Batches per commit, rounded up to a multiple of steps_per_execution. Epochs end with a commit.
@@ -204,7 +205,7 @@ class Elastic(Callback):
         self.model.get_metrics_result = dict
 
     def train_again(self) -> None:
-        """Stop skipping batches that were trained before a restart: fit trains on the next batch. Local."""
+        """Stop skipping batches that were trained before a restart, so that fit trains the model again. Local."""
         if self._train_function is not None:
             self.model.train_function, self._train_function = self._train_function, None
             del self.model.get_metrics_result
@@ -250,7 +251,7 @@ class FitState(TensorFlowKerasState):
 
 def run_fit(callback: Elastic, fit: Callable[[int], Any], model: keras.Model, initial_epoch: int,
             averaging: Averaging | None = None) -> Any:
-    """Call `fit` with the first epoch, and after each loss of ranks with the epoch to continue. Collective."""
+    """Call `fit` with `initial_epoch`, and after each loss of ranks with the epoch of the last commit. Collective."""
     global _fits
     _fits += 1
     with model.distribute_strategy.scope() if model.distribute_strategy is not None else contextlib.nullcontext():

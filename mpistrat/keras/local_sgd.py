@@ -61,8 +61,8 @@ def process_set_of(scope: Scope) -> ProcessSet | None:
 class LocalTraining(Training):
     """Training with LocalSGD or DiLoCo: the weights of the ranks differ between two synchronisations of all ranks.
 
-    The argument `optimizers` has those of a user-defined loop, in which a tape may average gradients. If it is empty,
-    those of the model are used. Raises InvalidRequestError for a model of Keras 2 or of a strategy, or if the
+    The argument `optimizers` has the optimizers of a user-defined loop, in which a tape may average gradients. If it is
+    empty, those of the model are used. Raises InvalidRequestError for a model of Keras 2 or of a strategy, or if the
     optimizers average gradients over other ranks than the argument `scope` of the LocalSGD or DiLoCo callback.
     """
 
@@ -139,7 +139,7 @@ class LocalTraining(Training):
         self._averaging.average_weights()
 
     def _require_scope(self, may_have_tape: bool) -> None:
-        """Raise InvalidRequestError if gradients are averaged over other ranks than the callback's argument `scope`."""
+        """Raise InvalidRequestError unless optimizers, or a tape if `may_have_tape`, average over the scope's ranks."""
         scope, kind = self._averaging.process_set, type(self._averaging).__name__
         if is_under_strategy(self.model):
             raise InvalidRequestError(f"{kind} is for models that are made outside of strategy.scope(): MPIStrategy "
@@ -166,7 +166,7 @@ class LocalTraining(Training):
 
 
 def problem_of_settings(of_ranks: Sequence[str]) -> str:
-    """Return a message if the ranks' LocalSGD or DiLoCo callbacks differ, else "". `of_ranks`: their text, by rank."""
+    """Return a message if the ranks' LocalSGD or DiLoCo callbacks differ, else "". `of_ranks`: each rank's, as text."""
     if len(set(of_ranks)) == 1:
         return ""
     found = describe_by_rank([each or "none" for each in of_ranks])
@@ -230,7 +230,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
             optimizer: The optimizer of the loop; default: the optimizers of the model.
 
         Raises:
-            InvalidRequestError: On every rank, if the class cannot train this model with this optimizer.
+            InvalidRequestError: On every rank, if LocalSGD or DiLoCo cannot train this model with this optimizer.
             MismatchError: On every rank, if the ranks have different arguments or weights.
         """
         if not model.built or not model.trainable_variables:
@@ -281,9 +281,9 @@ class PeriodicAveraging(keras.callbacks.Callback):
     # -- in fit --------------------------------------------------------------------------------------------------------
 
     def training(self, model: keras.Model) -> LocalTraining:
-        """Return an object that holds the training of `model`, and average its weights from now on. Local.
+        """Begin to average the weights of `model`, and return an object that describes its training. Local.
 
-        Raises InvalidRequestError: The model is of Keras 2 or of a strategy, or its optimizers use other process sets.
+        Raises InvalidRequestError if the model is of Keras 2 or of a strategy, or its optimizers do not fit the scope.
         """
         training = LocalTraining(model, self)
         self.enter(training)
@@ -352,7 +352,7 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
 
 class LocalSGD(PeriodicAveraging):
-    """Lets each rank train alone, and averages the weights of all ranks every `every` steps. Collective.
+    """Lets each rank train alone for `every` steps at a time, and then averages the weights of all ranks. Collective.
 
     Local SGD (Stich, arXiv 1805.09767); with `warmup`, post-local SGD (Lin et al., arXiv 1808.07217). It is for
     networks that are too slow to average gradients in every step.
@@ -407,7 +407,7 @@ def assign_means(variables: Sequence[keras.Variable], name: str) -> None:
 
 
 class DiLoCo(PeriodicAveraging):
-    """Lets each rank train alone. After every `every` steps an outer step applies the mean progress. Collective.
+    """Lets each rank train alone for `every` steps at a time. An outer step then applies the mean progress. Collective.
 
     DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): the progress of a rank is the difference between its
     weights at the last outer step and its weights now. The outer gradient is the mean progress of the ranks. The outer
@@ -417,8 +417,8 @@ class DiLoCo(PeriodicAveraging):
         model.compile(keras.optimizers.AdamW(4e-4), ...)
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.DiLoCo(every=50)])
 
-    Otherwise DiLoCo works like LocalSGD: wherever LocalSGD averages, DiLoCo makes an outer step. DiLoCo needs memory
-    for twice the size of the weights: the weights at the last outer step, and the momentum of the outer optimizer.
+    All ranks make an outer step wherever LocalSGD averages. All else is as in LocalSGD. DiLoCo needs more memory, twice
+    the size of the weights: for the weights at the last outer step, and for the momentum of the outer optimizer.
 
     Args:
         every: The number of steps between two outer steps, as in LocalSGD.

@@ -71,14 +71,14 @@ class Root:
                         last_joined=(joined.ranks[-1],) if have_all_joined else (), asks=asks)
 
     def _completed_by_joins(self) -> list[Pending]:
-        """Remove and return the requests that all ranks have submitted, except ranks in join(). These are complete."""
+        """Remove and return the requests that are complete because only ranks in join() have not submitted them."""
         pending = self._subtree.pending
         joined = set(self._subtree.joined.ranks)
         names = [name for name, each in pending.items() if joined.issuperset(each.missing())] if joined else []
         return [pending.pop(name) for name in names]
 
     def _outcome(self, pending: Pending, missing: tuple[int, ...]) -> tuple[Request | None, str]:
-        """Return (request to execute, "") or (None, error text). `missing`: Ranks in join() without a request."""
+        """Return (request to execute, "") or (None, error text). `missing`: Ranks in join() that did not submit it."""
         requests: list[Request | None] = [*pending.by_request()] if missing else [pending.agreed()]
         request = requests[0] if len(requests) == 1 else None
         if request is None:
@@ -205,7 +205,7 @@ class Coordinator:
         return tuple(requests)
 
     def advance(self, now: float, quiet_s: float = 0.0) -> tuple[Announcement | None, Decision | None]:
-        """Return the message to send now: an Announcement to the parent, or (on rank 0) a Decision for all ranks.
+        """Return what to send now, if anything: (announcement to the parent, None), or on rank 0 (None, decision).
 
         `quiet_s`: The seconds for which nothing was submitted, received or executed on this rank.
         """

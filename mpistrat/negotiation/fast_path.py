@@ -34,9 +34,9 @@ _MOST_LOOKED_AT = 2  # The number of ranks that `look` is called for. Each call 
 
 
 class FastPath:
-    """One rank's part in votes. `agreement` carries out the rounds with the other ranks; None: no vote is ever opened.
+    """One rank's part in votes. `agreement` carries out the rounds with the other ranks; None: there are no votes.
 
-    An incomplete round is reported after `warning_s`, and is an error after `abort_s` (both in seconds, None: never).
+    `warning_s`, `abort_s`: Seconds after which an incomplete round is reported, and is an error; None: never.
     """
 
     def __init__(self, agreement: AgreementRound | None, topology: Topology, warning_s: float | None,

@@ -115,7 +115,7 @@ def describe_mismatch_in_graph(mismatch: str) -> str:
 
 def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequence[int],
                    completed: Mapping[int, int]) -> str:
-    """Return the error text for a wait for the `lost` ranks. Rank r shut down after `completed[r]` operations."""
+    """Return the error text for ranks that wait for `lost` ones: rank r shut down after `completed[r]` operations."""
     after = ", ".join(map(str, sorted({completed[rank] for rank in lost})))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
@@ -174,7 +174,7 @@ class StallWatch:
                 if now - pending.since > limit_s}
 
     def asks(self, now: float, quiet_s: float) -> tuple[int, ...]:
-        """Return the ranks whose places in their programs rank 0 should ask for now, because a report is due soon.
+        """Return the ranks that rank 0 should ask now where they are in their programs, because a report is due soon.
 
         `quiet_s`: See `deadlock`.
         """
@@ -268,7 +268,7 @@ class StallWatch:
         return " ".join(parts) + more
 
     def _network_hint(self, stalled: Mapping[str, Sequence[int]]) -> str:
-        """Return a sentence on the network if no rank of some host has called the collective, or answers; else ""."""
+        """Return a sentence on the network if a whole host has not called a collective, or does not answer; else ""."""
         topology = self._topology
         for name in stalled:
             silent = topology.hosts_without([topology.rank, *self._subtree.incomplete()[name].present()])
@@ -295,7 +295,7 @@ class StallWatch:
 
 
 class AnswerWatch:
-    """The requests of one rank on which rank 0 has not decided. On rank 0 itself nothing is watched.
+    """The requests of one rank that wait for a decision of rank 0. On rank 0 itself nothing is watched.
 
     `warning_s`: See StallWatch.
     """

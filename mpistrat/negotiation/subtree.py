@@ -90,7 +90,7 @@ class Pending:
         self.passed_on = 0  # How many ranks the latest message to the parent listed for this request.
 
     def add(self, source: int, request: Request, ranks: set[int] | None) -> None:
-        """Note that `ranks`, which belong to `source`, have submitted `request`; None: all ranks of `source` have."""
+        """Note that ranks of `source` have submitted `request`: those in `ranks`, or all if `ranks` is None."""
         if ranks is None:
             was_complete = source in self._parts and self._has_all(source, self._parts.pop(source))
             self._whole[source] = request
@@ -269,7 +269,7 @@ class Subtree:
         self.ready: list[Pending] = []  # The requests that became complete since the last message, in order.
 
     def note(self, source: int, request: Request, ranks: set[int] | None, now: float) -> None:
-        """Note that `ranks`, which belong to `source`, have submitted `request`; None: all ranks of `source` have."""
+        """Note that ranks of `source` have submitted `request`: those in `ranks`, or all if `ranks` is None."""
         pending = self.pending.get(request.name)
         if pending is None:
             pending = self.pending[request.name] = Pending(self.node, now)

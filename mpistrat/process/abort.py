@@ -132,9 +132,9 @@ class _Sys(ModuleType):
     """The class of the module `sys` on a rank. Python calls the excepthook `_ours`, which calls the hook of the script.
 
     Scripts and libraries replace sys.excepthook after init() (rich.traceback.install(), Sentry, a hook that logs), and
-    most of them do not call the previous hook. Without this class such a rank would end as if its script had succeeded,
-    and the job would end with an error about ranks that wait for it. The script's assignment to sys.excepthook calls a
-    setter of this class. Python reads `_ours` from the dictionary of the module (PySys_GetObject).
+    most of them do not call the previous hook. Without this class a rank with such a hook would end as if its script
+    had succeeded, and the job would end with an error about ranks that wait for it. The script's assignment to
+    sys.excepthook calls a setter of this class. Python reads `_ours` from the module's dictionary (PySys_GetObject).
     """
 
     _ours: Hook
@@ -143,7 +143,7 @@ class _Sys(ModuleType):
     @classmethod
     def _show(cls, shown: Hook | None, kind: type[BaseException], error: BaseException,
              trace: TracebackType | None) -> None:
-        """Call the script's hook with an error. If there is none, or it calls `_ours` again, call `shown` instead."""
+        """Call the script's hook with an error; or `shown`, if the script has no hook or its hook calls `_ours`."""
         theirs, cls._theirs = cls._theirs, None
         try:
             if (chosen := theirs or shown) is not None:
@@ -245,10 +245,10 @@ _is_interrupted = False
 
 
 def hand_on(rank: int, environ: MutableMapping[str, str], interrupt: Callable[[], None]) -> None:
-    """Install a handler that turns SIGURG of `mpistrat run` into SIGTERM, or after SIGCONT (for Ctrl-C) into SIGINT.
+    """Install a handler of SIGURG. It sends this process SIGTERM, or calls `interrupt` if SIGCONT came just before.
 
-    Then tell `mpistrat run` that this rank has the handler. Local; init() calls it when the ranks are connected. Does
-    nothing without `mpistrat run`, in a thread other than the main thread, and if the script handles SIGURG.
+    `mpistrat run` sends SIGURG in place of SIGTERM, and SIGCONT then SIGURG for Ctrl-C. This function tells it of
+    the handler. Local. Does nothing without `mpistrat run`, outside the main thread, or if the script handles SIGURG.
     `interrupt`: Makes this process receive SIGINT soon. A signal handler calls it, so it must return at once.
     """
     if not report.mode(environ) or threading.current_thread() is not threading.main_thread() \

@@ -191,8 +191,8 @@ def where() -> str:
 def main_line() -> str:
     """Return, as text, the line of the user's code that the main thread executes; "" if it executes no such code.
 
-    The tracer calls this each second. From Python 3.12 on this walks frame objects, whose creation no longer starts a
-    garbage collection. It does not use faulthandler, which has crashed Python 3.13.0 when it read the state of a
+    Called each second by mpistrat/trace. From Python 3.12 on this walks frame objects, whose creation no longer starts
+    a garbage collection. It does not use faulthandler, which has crashed Python 3.13.0 when it read the state of a
     thread that was ending (https://github.com/python/cpython/issues/116008). Before Python 3.12 it uses `_stacks`.
     """
     main = threading.main_thread().ident
@@ -213,7 +213,7 @@ def main_line() -> str:
 def _stacks() -> tuple[list[tuple[int, list[Frame]]], bool]:
     """Return (ident, frames) of each Python thread, and whether one of the threads runs the garbage collector.
 
-    Frames are outermost first, at most 100 per thread. A collector that runs now waits for the destructor of an object.
+    Frames are outermost first, at most 100 per thread. While this runs, a collector can only wait for a destructor.
 
     Uses faulthandler, which makes no objects. Walking the frames of sys._current_frames() has crashed Python 3.11.7
     (see https://github.com/python/cpython/issues/99110). Most likely, making a frame object started a garbage

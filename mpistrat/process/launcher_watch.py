@@ -70,7 +70,7 @@ def end_now(why: str, code: int) -> NoReturn:
 
 
 def workers_of(pid: int, group: int, found: Iterable[Process]) -> list[Process]:
-    """Return the descendants of `pid` in `found`, in process group `group`. A launcher kills them with `pid`."""
+    """Return the descendants of `pid` in `found` that are in process group `group`. A launcher would kill them, too."""
     return [process for process in procfs.descendants(pid, found) if process.group == group]
 
 

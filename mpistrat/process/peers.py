@@ -207,7 +207,7 @@ class Peers:
         return invitation
 
     def await_all(self, limit_s: float) -> None:
-        """On the centre: wait until all ranks have connected. Raises OSError: No rank has connected for `limit_s`."""
+        """On the centre: wait until all ranks have connected. Raises OSError: For `limit_s` no rank connects."""
         with self._changed:
             while missing := len(self._missing):
                 if not self._changed.wait_for(lambda: len(self._missing) < missing, limit_s):

@@ -8,7 +8,7 @@ after the job has ended. Without `mpistrat run` a rank prints one sentence after
 mpirun forwards the stderr of the ranks of all hosts, and so the reports. But a wrapper may have joined the stderr of
 Python with its stdout (`python train.py 2>&1 | tee log`). So a rank opens, in /proc, the stderr of the process that
 mpirun started. A shell could instead keep a copy of that stderr open. But processes that a wrapper leaves behind would
-have the copy too, and mpirun would wait for their end. PMIx_Log, another way, exists only after MPI_Init.
+have the copy too, and mpirun would wait for their end. PMIx_Log, another way, works only after MPI_Init.
 """
 
 import contextlib
@@ -132,9 +132,9 @@ def mode(environ: MutableMapping[str, str]) -> str:
 
 
 def _finds_launcher(number: str, environ: MutableMapping[str, str]) -> bool:
-    """Set `_descriptor` to the stderr that mpirun reads. Return False if a wrapper redirects it (`exec >log 2>&1`).
+    """Set `_descriptor` to the stderr that mpirun reads. Return False if a wrapper redirects its stderr elsewhere.
 
-    `number`: The number of this descriptor in the process that mpirun has started; "": 2 (stderr).
+    `number`: The descriptor that mpirun reads, in the process that mpirun has started; "" stands for 2 (stderr).
     """
     global _descriptor
     first, launcher = launcher_watch.start_of_rank(environ)
@@ -186,7 +186,7 @@ def tell(rank: int, text: str, environ: MutableMapping[str, str]) -> None:
 
 
 def tell_last(rank: int, lines: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Send the records of this rank's last operations, as trace/last.py writes them, to `mpistrat run`, if any."""
+    """Send the records of this rank's last operations (trace/last.py) to `mpistrat run`. Does nothing without it."""
     if mode(environ):
         _send([f"[mpistrat] rank {rank} {LAST if place else LAST_BEGIN} {line}\n" for place, line in enumerate(lines)])
 

@@ -46,7 +46,7 @@ class StepTimer:
                  waits_between: Callable[[float, float], Waits]) -> None:
         """Count `steps` more steps. Any thread may call this. `rows`: The rows of this rank so far; None: not counted.
 
-        `is_global`: See StepTimes. `waits_between`: Returns this rank's waits between two times of time.perf_counter.
+        `is_global`: Whether a batch is of all ranks. `waits_between`: Returns waits between two perf_counter times.
         """
         self._calls, self._steps = self._calls + 1, self._steps + steps
         now = time.perf_counter()

@@ -5,8 +5,8 @@ strategy are saved as before.
 
 For an asynchronous checkpoint (CheckpointOptions), TensorFlow uses two Checkpoint objects. The user's object copies the
 variables, in the thread that saves. An inner object writes the copies, in a thread of its own. So all ranks have the
-values at the time of the call. The writing threads of all ranks synchronise before and after rank 0 writes. The names
-of these collectives begin with a name that each checkpoint gets, its name space.
+values at the time of the call. The writing threads of all ranks synchronise before and after rank 0 writes. Each
+checkpoint has a name space: a text with which the names of these collectives begin.
 """
 
 import copy
@@ -48,7 +48,7 @@ def patch() -> None:
 
 
 def with_values_of(trackable: object) -> AbstractContextManager[None]:
-    """Return a context in which this rank reads aggregated values of `trackable` locally. The call is collective."""
+    """Aggregate the variables of `trackable` (collective). Return a context in which this rank reads these values."""
     values = {}
     for variable in _strategy_variables(trackable):
         if isinstance(variable, RankSyncOnReadVariable):
@@ -102,7 +102,7 @@ def _write(self: tf.train.Checkpoint, file_prefix: str, options: Options = None)
 
 
 def _gathering(trackable: object) -> Callable[[int], None] | None:
-    """Return a function that gathers divided optimizer states on the given rank; None if no state is divided."""
+    """Return a function that gathers divided optimizer states on the rank it is given; None if no state is divided."""
     optimizers = filter(is_optimizer, tf.train.TrackableView(trackable).descendants())
     states = {id(state): state for optimizer in optimizers for find in divided_states for state in find(optimizer)}
 
@@ -146,7 +146,7 @@ def _async_checkpointer(self: tf.train.Checkpoint) -> Any:
 
 
 class _ManagerMark:
-    """A callback of an asynchronous write that does nothing. It tells `_write` which CheckpointManager has saved."""
+    """A write callback that does nothing. Its attribute `manager` tells `_write` which CheckpointManager has saved."""
 
     def __init__(self, manager: tf.train.CheckpointManager):
         self.manager = manager

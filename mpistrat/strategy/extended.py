@@ -90,7 +90,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
     def assigned_in_lockstep(self, variable: tf.Variable) -> None:
         """Declare that all ranks assign equal values to a variable, so its assignments need no broadcast from rank 0.
 
-        Keras' step counter has the aggregation ONLY_FIRST_REPLICA: without this, each step would broadcast it.
+        Without this declaration each step would broadcast Keras' step counter (aggregation ONLY_FIRST_REPLICA).
         """
         variable.is_in_lockstep = True
 

@@ -7,7 +7,7 @@ files, `take`, `skip` and `zip` also count only the rows of this rank. Here AUTO
 which rows the dataset has, and otherwise DATA.
 
 The datasets of different ranks may end at different times. So TensorFlow runs a collective before each step, to find
-out whether any rank has data left. It is left out if all ranks are known to have the same number of batches.
+out whether any rank has more data. No such collective runs if all ranks are known to have the same number of batches.
 """
 
 import functools
@@ -47,7 +47,7 @@ _in_order: ContextVar[bool] = ContextVar("mpistrat_rows_in_order", default=False
 
 @contextmanager
 def rows_in_order() -> Iterator[None]:
-    """A context in which AUTO keeps the order of rows: in each step the ranks' parts form the next global batch."""
+    """A context in which the shard policy AUTO keeps the order of rows: each step takes the next global batch."""
     before = _in_order.set(True)
     try:
         yield
@@ -300,7 +300,7 @@ def _with_own_memory(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Return a dataset that copies each element, if Python code makes the elements; else return `dataset`.
 
     TensorFlow does not copy the arrays that a generator yields, and writes results into their memory after it has split
-    an element into the parts of the ranks: the user's arrays would change. (So does TensorFlow 2.21 by itself.)
+    an element into the parts of the ranks: the user's arrays would change. (TensorFlow 2.21 itself has this fault.)
     """
     if not any(operation in ("PyFunc", "EagerPyFunc", "PyFuncStateless")
                for part in _parts_of(dataset) for operation in _operations(part)):

@@ -63,9 +63,9 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         random_per_rank: Whether Keras' layers (Dropout, augmentation) draw different numbers on each rank, as a single
             process does for each row of the global batch.
         variables: "mirrored", or "sharded" or "central" to save memory. In all three modes every rank has the model's
-            variables, and the variables that you make in the scope. "sharded" divides the slots of Keras' optimizers
-            and the work of the update among the ranks, like ShardedOptimizer: gradients are reduce-scattered, each rank
-            updates its part of the weights and has the slots for that part, and the new weights are all-gathered. A
+            variables, and the variables that you make in the scope. "sharded" divides the slots (momenta and so on) of
+            Keras' optimizers and the work of the update, like ShardedOptimizer: gradients are reduce-scattered, each
+            rank updates a part of the weights and has the slots for it, and the new weights are all-gathered. A
             step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
             "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every backward pass.
             Accumulation and clipping by norm make weights differ from "mirrored" by rounding. An optimizer must have

@@ -126,12 +126,12 @@ _MARK = "_mpistrat_is_slot"
 
 
 def is_everywhere(variable: tf.Variable) -> bool:
-    """Return whether all ranks have the variable: False for slots of "sharded" and "central", else True. Local."""
+    """Return whether all ranks have the variable. Slots (optimizer state) may be divided among the ranks. Local."""
     return _MARK not in vars(variable)  # Not by hasattr, which may run a collective; see checkpoints.
 
 
 class Slots:
-    """The optimizer slots of one strategy: which ranks have them, and their creation. `variables`: See MPIStrategy."""
+    """Creates the slots (momenta and so on) of a strategy's optimizers. `variables`: The argument of MPIStrategy."""
 
     def __init__(self, strategy: tf.distribute.Strategy, variables: str):
         topology = runtime.current().topology

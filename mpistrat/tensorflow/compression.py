@@ -136,8 +136,8 @@ class Compressed:
     """Dense tensors that are compressed for a reduction.
 
     `tensors`: The tensors to reduce. `wire_dtype`: The dtype to which the engine converts them when it sends them; ""
-    if it does not. To fp16 and bf16 the graph casts tensors, except on a GPU, where the engine does. If the reduction
-    is a reduce-scatter (`is_scattered`), the graph casts GPU tensors too, because they are copied to the host.
+    if it does not. TensorFlow casts tensors to fp16 or bf16; on a GPU the engine does this. If the reduction is a
+    reduce-scatter (`is_scattered`), TensorFlow casts GPU tensors too, because they are copied to the host.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor], compression: type[Compressor], is_scattered: bool = False,

@@ -100,7 +100,7 @@ _all: "weakref.WeakSet[FirstSteps]" = weakref.WeakSet()
 
 @dataclass
 class _Exchange:
-    """One exchange of digests among all ranks. It belongs to one reduction of gradients."""
+    """One exchange, among all ranks, of digests (hashes of weights and gradients). It belongs to one reduction."""
 
     # The index of the list of variables. It is the same on other ranks, unless their programs differ.
     index: int
@@ -147,7 +147,7 @@ class FirstSteps:
         return partial(self._observe, [weakref.ref(v) for v in variables], labels, may_read, in_graph)
 
     def conclude(self) -> None:
-        """Check the digests now, not in a later reduction: for the end of an epoch with only two or three steps.
+        """Do the checks now, not in a later reduction: for the end of an epoch with only two or three steps.
 
         Call on all ranks after the same number of reductions. Raises MismatchError on all ranks: The weights differ.
         """
@@ -247,7 +247,7 @@ class FirstSteps:
                 or has_other_data([self._received(each, 0.0) for each in self._of_list(index)])]
 
     def _received(self, exchange: _Exchange, wait_s: float = _WAIT_S) -> list[Digests]:
-        """Return all ranks' digests; [] if any is missing, as after a join(), or if exchange.index differs by rank."""
+        """Return all ranks' digests; [] if some are missing, as after a join(), or are for other variables."""
         try:
             rows, = exchange.handle.wait(wait_s)
         except (TimeoutError, CollectiveError):  # An error of the engine is raised by the reduction too.
@@ -379,10 +379,10 @@ def read_alone(variables: Sequence[Variable], reader: str) -> list[Variable]:
 
 
 class ReadingObserver:
-    """The observer (see submission.Observer) of a collective in the graph of a session.
+    """Calls `observer`, which checks a collective in the graph of a session, and reads the weights for the check.
 
     A callback in a graph cannot read variables of a session. So a separate run of the session reads the weights before
-    each run with the collective, and fills the list `digests`. It stays empty as long as a variable has no value.
+    each run with the collective, and fills the list `digests`. The list stays empty as long as a variable has no value.
     """
 
     def __init__(self, observer: Observer, digests: Digests, variables: Sequence[Variable]):

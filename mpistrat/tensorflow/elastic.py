@@ -108,7 +108,7 @@ class TensorFlowState(ObjectState):
             Compression.restore_error_feedback(self._errors)
 
     def _compare(self, number: int) -> bool:
-        """Gather int8's error feedback; return if there is any. Every MPISTRAT_CHECK_EVERY-th time compare weights."""
+        """Gather int8's error feedback; return True if any. Every MPISTRAT_CHECK_EVERY-th commit compares weights."""
         settings = runtime.current().settings
         if runtime.current().topology.size > 1:
             self._errors = Compression.error_feedback()

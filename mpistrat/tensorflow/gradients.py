@@ -252,7 +252,7 @@ class GradientReducer:
         return reduce_dense([values], spec)[0]
 
     def _observer(self, process_set: int, sources: Sequence[Variable], labels: Sequence[str]) -> Observer | None:
-        """Return the observer that checks the reduction of the gradients of `sources`; None if there is no check."""
+        """Return the function that checks gradients of `sources` before they are reduced; None if there is no check."""
         if self.checks is not None and self.checks.is_done:
             return None
         variables = [source for source in sources if hasattr(source, "assign")]  # A tape has tensors as sources too.
@@ -285,7 +285,7 @@ class GradientReducer:
 
 
 def observed_eagerly(gradients: Sequence[Tensor], spec: ReduceSpec) -> ReduceSpec:
-    """In eager code, call the observer of `spec`, and return `spec` without it. In a graph, return `spec` unchanged."""
+    """In eager code, call spec.observer, and return a spec without observer. In a graph, return `spec` unchanged."""
     if spec.observer is None or not tf.executing_eagerly():
         return spec
     parts = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]

@@ -139,7 +139,7 @@ def _gradients(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequen
 
 
 def _weighted(gradient: Gradient, values: Sequence[tf.Tensor], upstream: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the gradients, weighted as loss_weighted says; unweighted in a tf.function that the train step calls."""
+    """Return the gradients, weighted as loss_weighted says; unweighted in an inner tf.function, which has no weight."""
     weight, dense = captured_in_function(_weight.get()), [tf.convert_to_tensor(each) for each in upstream]
     if weight is None:
         return list(gradient.of(values, dense))

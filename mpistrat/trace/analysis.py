@@ -98,7 +98,7 @@ def analyse(records: Sequence[Record]) -> Analysis:
 
 
 def last_submissions(records: Sequence[Record]) -> dict[tuple[int, int], int]:
-    """Return when each operation's last rank submitted it (unfinished: when the job failed), by set and number."""
+    """Return, by (process set, number), when an operation's last rank submitted it, or the job failed before that."""
     last: dict[tuple[int, int], int] = {}
     for record in records:
         key = record.process_set, record.number

@@ -45,7 +45,7 @@ class LastReport:
         self._last.append((operation, traced.ranks, traced.backend, step))
 
     def fail(self, every: Iterable[Traced], step: int) -> None:
-        """Note that a rank has failed, and keep the operations in flight, before their handles fail. Any thread."""
+        """Note a rank's failure, and store what is in flight. To be called before the handles fail, by any thread."""
         if not self.has_failed:
             now = time.monotonic_ns()
             self._in_flight = [(unfinished(entry, now), traced.ranks, traced.backend, step)
@@ -99,7 +99,7 @@ def _encode(message: bytes) -> bytes:
 
 
 def save(told: Iterable[Sequence[str]]) -> str:
-    """Write a timeline to a new file in the directory .mpistrat (FAILURES). Return a sentence about the file.
+    """Write a timeline to a new file in the directory .mpistrat. Return a sentence about the file.
 
     `told`: The lines of each rank. A rank with a truncated line is left out. Returns "" if no rank has an operation.
     Makes git ignore the directory, and deletes all timelines there except the newest ones.

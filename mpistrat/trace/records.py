@@ -42,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class OperationRing(Observer):
-    """Keeps the last `capacity` operations of one engine, and passes messages of other ranks on to `tracer`."""
+    """Keeps the last `capacity` operations of one engine, and connects `tracer` with the tracers of other ranks."""
 
     def __init__(self, capacity: int, tracer: Observer | None = None):
         self._tracer = tracer or Observer()
@@ -111,7 +111,7 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads the rings of this rank's engines. Only one thread at a time may use it."""
+    """Reads the OperationRings of this rank's engines. Only one thread at a time may use the Reader."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}  # The serial of the next operation of each process set.

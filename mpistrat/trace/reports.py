@@ -162,7 +162,7 @@ def rss_bytes() -> int:
 
 @dataclass
 class Totals:
-    """A rank's waits, steps and collectives, summed over its reports with collectives, except the first of them."""
+    """The sum of a rank's reports. Not counted: reports without collectives, and the first report with collectives."""
 
     waits: Waits = field(default=Waits())  # The waits in these intervals.
     steps: int = 0  # Steps of training in these intervals; 0 if steps are not counted.
@@ -205,7 +205,7 @@ def status_directory(environ: Mapping[str, str]) -> Path:
 
 
 class StatusFile:
-    """Writes the status file of a job of `size` ranks. Rank 0 uses it.
+    """Writes the status file of a job of `size` ranks, on rank 0.
 
     `environ`: May have XDG_RUNTIME_DIR, and the id of the job from PMIx or Slurm. Raises OSError: The directory of the
     file cannot be made, or is open to other users.

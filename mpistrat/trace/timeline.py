@@ -34,8 +34,8 @@ _CLOSE = b"\n]"
 class Timeline:
     """Writes the records of all ranks to the file `path`, and replaces an old file. `hosts`: The host of each rank.
 
-    `mark_cycles`: Whether to mark on each rank, like Horovod, when a cycle starts: when the ranks have agreed on
-    operations. The constructor and each method raise OSError: The file cannot be created or written.
+    `mark_cycles`: Whether to mark on each rank, like Horovod, the starts of cycles. A cycle starts when the ranks have
+    agreed on operations. The constructor and each method raise OSError: The file cannot be created or written.
     """
 
     def __init__(self, path: str, hosts: Sequence[str], mark_cycles: bool):
@@ -65,7 +65,7 @@ class Timeline:
         self._file.close()
 
     def add_choices(self, sentences: Iterable[str]) -> None:
-        """Add a mark for each new one of `sentences`, which say what rank 0 has chosen by the times of collectives."""
+        """Add a mark for each sentence that is new. `sentences` say which chunk sizes rank 0 chose by measurement."""
         for sentence in sentences:
             if sentence not in self._choices:
                 self._choices.add(sentence)

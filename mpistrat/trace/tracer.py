@@ -47,7 +47,7 @@ _COUNTS = struct.Struct("<QQ")  # the rank, and how many operations it has lost
 
 
 class Tracer(Observer):
-    """Reads the rings of this rank's engines, and reports to rank 0. Call `start`, then `stop`, then `close`.
+    """Reads the operations of this rank's engines, and reports to rank 0. Call `start`, then `stop`, then `close`.
 
     Args:
         offsets: The offset of each rank's clock. Used on rank 0.
@@ -111,7 +111,7 @@ class Tracer(Observer):
     def fail_all(self, limit_s: float) -> bool:
         """Make all ranks report their last operations, because this rank fails. Any thread may call it.
 
-        Waits until this rank has reported, for `limit_s` seconds at most. Returns False if this rank does not report.
+        Waits until this rank has reported, for `limit_s` seconds at most. Returns False if reports are switched off.
         """
         if self._last_report is None or self._thread is None:
             return False
@@ -380,7 +380,7 @@ class Recording:
         return self._window is not None and self._reader.counter.steps > self._window[1]
 
     def take(self, new: Sequence[Read], lost: int) -> None:
-        """On rank 0: write the operations that belong to the timeline. On other ranks: send them. See Reader.read."""
+        """On rank 0: write the timeline's operations. On other ranks: send them. For the arguments see Reader.read."""
         window = self._window
         if window is None:
             return

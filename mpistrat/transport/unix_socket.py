@@ -173,7 +173,7 @@ class UnixSocketChannel:
         return self._await(timeout_s)
 
     def ready(self) -> bool:
-        """Return whether a message has arrived, or `has_news()`. Makes a system call, which lets other threads run."""
+        """Return whether there is a message or news (see `watch`), by a system call, which lets other threads run."""
         return self._await(0.0) or self._has_other_news()
 
     def _await(self, timeout_s: float) -> bool:

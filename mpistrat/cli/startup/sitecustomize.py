@@ -43,7 +43,7 @@ _report._mpistrat_before_init = True  # type: ignore[attr-defined]
 
 
 def _say_without_init(rank: str) -> None:
-    """Print at exit that init() was not called. Print nothing if MPI is loaded: init() or the script has loaded MPI."""
+    """Print that the rank ends without init(), unless MPI is loaded: then it called init(), or uses MPI directly."""
     is_wrapper = os.times().children_user > _WRAPPER_S
     if os.getpid() == _PROCESS and "mpi4py.MPI" not in sys.modules and not is_wrapper and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed, or has no reader.

@@ -157,7 +157,7 @@ def adapted_in(layers: Iterable[keras.layers.Layer], is_broadcast: bool) -> tupl
 
 
 def layers_of_inputs(inputs: object) -> list[keras.layers.Layer]:
-    """Return the layers that functions in tf.data pipelines use, and their inner layers. `inputs`: x and y of fit."""
+    """Return the layers, also inner ones, that functions of tf.data pipelines in `inputs` (x and y of fit) use."""
     layers = (layer for value in tf.nest.flatten(inputs) for function in _functions_of(value)
               for layer in _layers_in(function, _DEPTH))
     return list(IdentitySet(each for layer in layers for each in (layer, *all_layers(layer))))

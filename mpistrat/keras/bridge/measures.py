@@ -40,7 +40,7 @@ _numbers = itertools.count()
 class LocalScalar:
     """A number of this rank that training steps read or increase. Each device that runs steps has a variable for it.
 
-    XLA needs a variable on its own device. It is no tf.Variable, because a strategy would create that in its own way.
+    XLA needs a variable on the step's device. A tf.Variable is not used: a strategy would create it in its own way.
     """
 
     def __init__(self, dtype: tf.DType, value: int):
@@ -62,7 +62,7 @@ class LocalScalar:
         return self._read_from(self._handle())
 
     def sum(self) -> int:
-        """Return the sum over all devices. If the number began at 0, it is all that was added. For eager code."""
+        """Return the sum over all devices: the sum of all added values, if the number began at 0. For eager code."""
         return sum(int(self._read_from(handle)) for handle in self._handles.values())
 
     def _handle(self) -> tf.Tensor:

@@ -67,7 +67,7 @@ class Training:
 
     @property
     def leaves_weights_uncompared(self) -> bool:
-        """Whether some first reductions do not compare the weights of the ranks. fit then compares the weights."""
+        """Whether fit must compare the weights of the ranks, because some first reductions of gradients do not."""
         return False
 
     @property
@@ -124,7 +124,7 @@ class DistributedTraining(Training):
     """Training with the distributed optimizers of one process set.
 
     The process set and the name are those of the first optimizer, which must be the same on all ranks. fit neither
-    checks nor averages what optimizers of another process set train. The argument `wholes` has no inner optimizers.
+    checks nor averages what optimizers of another process set train. `wholes`: the optimizers, without inner ones.
     """
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Optimizer], wholes: Sequence[Optimizer]):
@@ -258,7 +258,7 @@ def training_of(model: keras.Model) -> Training | None:
 
 
 def name_in_fit(model: keras.Model, operation: str, process_set: ProcessSet) -> str:
-    """Return a name for a callback's collective. It begins with the optimizer's name if that uses `process_set` too."""
+    """Return a name for a callback's collective, beginning with the optimizer's if the optimizer uses `process_set`."""
     training, number = training_of(model), process_set.process_set_id
     if isinstance(training, DistributedTraining) and training.process_set.process_set_id == number:
         return f"{training.name}/{operation}"
@@ -290,7 +290,7 @@ def compared_in(optimizers: Iterable[Optimizer]) -> list[keras.Variable]:
 
 
 def _local_slots(optimizer: Optimizer, reducer: GradientReducer) -> list[keras.Variable]:
-    """Return an optimizer's slots for local variables. In Keras 3 a slot's name begins with its variable's path."""
+    """Return the optimizer variables (momenta and others) of local variables. In Keras 3 their names tell which."""
     if not reducer.has_local:
         return []
     if kerases.is_keras2(optimizer):

@@ -207,7 +207,7 @@ class TimedSteps(Callback):
 
 
 class JoinEpochs(Callback):
-    """Calls join() after this rank's last batch of each epoch. Collective. fit adds it first if uneven="join".
+    """Calls join() after this rank's last batch of each epoch. Collective. fit adds it if uneven="join".
 
     Until all ranks have joined, the ranks that still have batches average their gradients. A rank with the most batches
     has made all updates. So it broadcasts its trainable weights and optimizer state, except local variables, before the
@@ -244,7 +244,7 @@ class JoinEpochs(Callback):
 
 
 def digest_of_rows(inputs: object) -> int:
-    """Return a digest of shapes and evenly spaced rows of `inputs`; 0 unless all are non-empty arrays of numbers.
+    """Return a hash of shapes and evenly spaced rows of `inputs`; 0 unless all are non-empty arrays of numbers.
 
     `inputs` are the arguments x and y of fit: arrays or tensors, in any structure. None is skipped.
     """

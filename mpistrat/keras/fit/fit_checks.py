@@ -5,8 +5,8 @@ exchanges have one name. So if a rank ends training alone, its exchange is paire
 and every rank raises an error. Under a strategy the ranks exchange values only when training begins.
 
 In the first step of an epoch the ranks compare learning rates. In the first steps of fit they also compare digests of
-weights, if the first reductions do not. At the end of an epoch the ranks compare the weights and the state of the
-optimizers. ChecksWithinEpochs repeats this within an epoch.
+weights, unless the first reductions of gradients do. At the end of an epoch the ranks compare the weights and the state
+of the optimizers. ChecksWithinEpochs repeats this within an epoch.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank tells the other ranks before one of the first steps of an epoch: its place, weights and rates."""
+    """What a rank tells the other ranks before one of the first steps of an epoch: the step, weights and rates."""
 
     epochs: int  # The number of finished epochs
     step: int  # The number of the step in the epoch, from 1
@@ -217,7 +217,7 @@ def problem_between_epochs(states: Sequence[State]) -> str:
 
 
 def have_same_rows(digests: Sequence[int]) -> bool:
-    """Return whether all digests of the ranks' rows are equal. False if the digest is 0, or for a single rank."""
+    """Return whether several ranks have equal digests of their rows. False if the digests are 0 (rows unknown)."""
     return len(digests) > 1 and digests[0] != 0 and len(set(digests)) == 1
 
 
@@ -230,9 +230,9 @@ _FIRST_BATCHES = 10  # after which fit compares weights for the first time
 class FitChecks(Callback):
     """Checks that the ranks train in the same way. Collective; fit adds this callback.
 
-    Arguments: fit runs `wrapped` in place of the user's `callbacks`. `rows` is from digest_of_rows, and `layers` from
-    layers_of_inputs. When training begins, the checks give `statistics` the schedules of all ranks' callbacks that save
-    the model within an epoch, and `averages` the classes of all ranks' callbacks that decide by metrics.
+    The argument `wrapped` has the callbacks that fit runs in place of the user's `callbacks`. digest_of_rows returns
+    `rows`, layers_of_inputs `layers`. When training begins, the callback `statistics` gets the schedules of all ranks'
+    callbacks that save the model within an epoch, and `averages` the classes of those that decide by metrics.
     """
 
     async_safe = True  # Keras may call on_train_batch_end in another thread, but waits for it before on_epoch_end.
@@ -335,7 +335,7 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Compare the ranks' epochs if uneven="join"; else the first step does. Raises MismatchError if they differ."""
+        """With uneven="join", raise MismatchError if the ranks' epochs differ. Without it the first step does so."""
         if self._is_checked and self._training.joins:
             self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
@@ -399,8 +399,8 @@ class FitChecks(Callback):
     def require_equal_weights(self, place: str) -> None:
         """Compare the weights and the optimizer state that must be the same on all ranks. Collective.
 
-        Raises MismatchError, on every rank, if they differ and MPISTRAT_CHECK_ACTION is abort. `place` is the time of
-        the comparison for the message, such as "fit: at the end of epoch 3".
+        Raises MismatchError, on every rank, if they differ and MPISTRAT_CHECK_ACTION is abort. The message begins
+        with `place`, such as "fit: at the end of epoch 3".
         """
         training = self._training
         own = IdentitySet(variable for broadcast in self._broadcasts for variable in broadcast.local)
@@ -453,7 +453,7 @@ class FitChecks(Callback):
 
 
 class ChecksWithinEpochs(Callback):
-    """Calls `check` after every `every` batches of an epoch, so that weights that drift apart are found. Collective.
+    """Calls `check` each time `every` batches of an epoch are done, to find weights that drift apart. Collective.
 
     fit adds this callback. In the first epoch, the first call comes after ten batches at the latest. `check` is called
     before the next batch, because Keras may call callbacks after a batch in a different thread, while the next step

@@ -2,8 +2,7 @@
 
 When training begins, the ranks exchange their callbacks and paths (fit_checks.py). When training begins and ends, and
 at the end of each epoch, the other ranks wait until the callback has written. Then the other ranks get the callback's
-counts and best metric. For this all ranks must have their common callbacks in the same order. Otherwise waiting could
-deadlock, so no rank waits: the ranks meet when the next epoch begins.
+counts and best metric. If the ranks' common callbacks are in different orders, no rank waits: waiting could deadlock.
 
 Only callbacks of Keras' own classes run on one rank. A callback of a derived class runs on all ranks, because it may
 call collectives; sharded_optimizer.py then replaces files of models atomically. `role_of` is pure.

@@ -79,8 +79,8 @@ class _Distributed:
     def _mpistrat_again(self, is_in_process: bool, is_whole: bool = True) -> clone.Again:
         """Return a function that distributes a copy of this optimizer, with the same arguments if they can be copied.
 
-        If not, training with the copy is an error. `is_in_process`: Whether the copy stays in this process;
-        another one lacks the process set. `is_whole`: Whether all inner optimizers of the copy are distributed.
+        If not, training with the copy is an error. `is_in_process`: Whether the copy stays in this process, where
+        the process set is known. `is_whole`: Whether all inner optimizers of the copy are distributed.
         """
         its = self._mpistrat.arguments
         is_known = is_whole and its is not None and (is_in_process or its.process_set is None) \
@@ -233,7 +233,7 @@ def _distribute(optimizer: Optimizer, its: Arguments, name: names.OptimizerName,
                 passes: int) -> Optimizer:
     """Return a distributed optimizer with the state of `optimizer`, and the configuration updated by `changes`.
 
-    The arguments `its` must be valid. An update takes `passes` times as many backward passes as with `optimizer`.
+    `its` must have valid arguments. An update takes `passes` times as many backward passes as with `optimizer`.
     """
     process_set = resolved(its.process_set)
     reducer = gradients.GradientReducer(name, its.options, its.op, its.gradient_predivide_factor,
@@ -270,7 +270,7 @@ def _distribute_copy(its: Arguments | None, optimizer: Optimizer) -> Optimizer:
 def _copy_or_share(optimizer: Optimizer, changes: Mapping[str, object], is_sharded: bool = False) -> Optimizer:
     """Return an optimizer of a distributed class, with the configuration of `optimizer` updated by `changes`.
 
-    The result shares the variables of a built Keras 2 optimizer, which has no list of the weights to build them for.
+    A built Keras 2 optimizer has no list of the weights that it was built for. The result shares its variables.
     """
     original = clone.original_class(type(optimizer))
     applying: type = Applying

@@ -171,9 +171,9 @@ def _owners(tensors: Sequence[Planned], indices: Sequence[int], size: int) -> di
 
 
 class _Noting(list):
-    """A list of shards, an argument for an optimizer's build(). `current`: the index of the shard in build()'s loop.
+    """A list of shards to pass to an optimizer's build(). `current`: the index of the shard that build()'s loop is at.
 
-    A slice has the trained variables instead, because build() keeps a slice as the optimizer's trained variables.
+    Slices have the trained variables, not the shards: build() stores a slice as the variables that it was built for.
     """
 
     def __init__(self, shards: Sequence[keras.Variable], variables: Sequence[keras.Variable]):
@@ -200,7 +200,7 @@ class Parts:
         of_index: This rank's part of each variable, by the index in `variables`.
         shards: What this rank updates for each variable: a variable with this rank's part; the variable itself, if this
             rank has the whole variable or gradients overwrite it; or a variable without elements.
-        noting: The shards as an argument for build(). `note` records the optimizer's variables that build() makes.
+        noting: The list of shards to pass to build(). `note` records the optimizer's variables that build() makes.
         slots: The index of the trained variable to which an optimizer variable belongs, by the optimizer variable's id.
     """
 
@@ -242,7 +242,7 @@ class Parts:
             self.noting.current = before
 
     def note(self, slot: keras.Variable) -> None:
-        """Record that a new optimizer variable belongs to the shard of made_for(), else of the loop in build()."""
+        """Record the shard of `slot`, a new optimizer variable: that of made_for(), or else that of build()'s loop."""
         index = self.noting.current
         if index is not None and index in self.of_index:
             self.slots[id(slot)] = index
@@ -315,7 +315,7 @@ class Parts:
     def _reduce_to_owners(self, gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,
                           variables: Sequence[Variable],
                           exact: Mapping[str, tf.Tensor] = MappingProxyType({})) -> list[Tensor]:
-        """Reduce as reduce_gradients does, but return this rank's parts, followed by the reduced scalars of `exact`."""
+        """Return this rank's parts of the reduced gradients, then the reduced scalars of `exact`, never compressed."""
         indices = list(spec.indices)
         casts = options.compression in (Compression.none, Compression.fp16, Compression.bf16)
         dense = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]

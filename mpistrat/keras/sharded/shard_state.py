@@ -40,7 +40,7 @@ class WholeState:
         self._shown: list[Any] | None = None
 
     def shown(self) -> list[Any]:
-        """Return the optimizer's attribute `variables`: those equal on all ranks; within showing() the whole state."""
+        """Return what `optimizer.variables` has: variables equal on all ranks, or within showing() the whole state."""
         if self._shown is not None:
             return self._shown
         return [v for v in self.variables if id(v) not in self._parts.slots]

@@ -204,7 +204,7 @@ class Sharded:
         Before the first step, and in one process, the method does nothing.
 
         Args:
-            to: A rank of the job; None: all ranks of its process set. The whole state takes memory there.
+            to: A rank of the job; None: all ranks of the optimizer's process set. The whole state takes memory there.
         """
         if self._mpistrat.whole is not None:
             self._mpistrat.whole.consolidate(to)

@@ -2,7 +2,7 @@
 
 An optimizer gets this class when it is made in the scope, built for variables of the strategy, or applied in a replica.
 The class has the mix-ins of DistributedOptimizer. Differences under a strategy: gradients are summed and weighted by
-rows, variables belong to the strategy, and all ranks save. "sharded" and "central" divide the state among the ranks.
+rows, variables belong to the strategy, and all ranks save. The strategy may divide the state among the ranks.
 
 The functions run in a replica, in TensorFlow's thread, unless the docstring says otherwise.
 """

@@ -117,7 +117,7 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
 def share(of: tf.Tensor | None = None) -> tf.Tensor:
     """Return this rank's share of the rows of the global batch, times the number of ranks: 1 if the shares are equal.
 
-    If `of` is not None, return `of` divided by its mean over the ranks instead. `StepState.weight` must be set.
+    If `of` is not None, return `of` divided by its mean over the ranks instead. StepState.weight must not be None.
     Collective, but local if `of` is None and an earlier collective of the step has summed the rows.
     """
     assert state.weight is not None
@@ -134,7 +134,7 @@ def share(of: tf.Tensor | None = None) -> tf.Tensor:
 
 
 def is_scaled(loss: object) -> bool:
-    """Return whether a loss has been divided by the number of ranks in this step."""
+    """Return whether a loss of this step has been divided by the number of ranks."""
     return any(loss is scaled for scaled in state.scaled)
 
 

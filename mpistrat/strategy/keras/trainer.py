@@ -186,9 +186,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
 
 
 def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
-    """Set the number of rows of a full batch: the largest `rows` (of the first batch) of all ranks. Collective.
+    """Set the number of rows of a full batch: the maximum of `rows` over the ranks. Collective.
 
-    At the start of fit this only keeps `rows`. The ranks exchange `rows` later, together with other values.
+    `rows`: The number in this rank's first batch. When fit begins it is only stored, for a later exchange.
     """
     training, values = in_fit.get(model), step_values_of(model)
     if is_of_fit and isinstance(training, StrategyTraining) and not training.has_begun:
@@ -201,7 +201,7 @@ def _set_usual_rows(model: keras.Model, rows: int, is_of_fit: bool) -> None:
 
 
 def _any_rows(leaf: object) -> object:
-    """Return a symbolic tensor in place of a dense tensor with 0 rows, for which some layers cannot be built."""
+    """Return a symbolic tensor for a dense tensor with 0 rows, because some layers cannot be built with 0 rows."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank:
         return leaf
     return keras.KerasTensor([size or None for size in leaf.shape], leaf.dtype.name)
@@ -433,7 +433,7 @@ def evaluate(original: Function, self: keras.Model, *args: object, **kwargs: obj
 @replaces(saving_lib, "get_attr_skipset", "the variables of the optimizer that it makes would be broadcast",
           "ref_obj = Layer()")
 def attributes_to_skip(original: Function, obj_type: str) -> set[str]:
-    """Call `original` without collectives. It makes an optimizer, and only the writing rank calls it."""
+    """Call `original` without collectives, because only the rank that writes the file calls this function."""
     with files.alone():
         return original(obj_type)
 

@@ -66,7 +66,7 @@ _LIBSTDCPP = "_ZN10tensorflow6Device12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpK
 
 
 class CApi:
-    """The C API's functions, as attributes. Raises OSError if there is no library, AttributeError if it lacks one."""
+    """The C API's functions, as attributes. Raises OSError: no library; AttributeError: a function is missing."""
 
     def __init__(self, path: str):
         for loaded, prototypes in ((ctypes.PyDLL(path), _PROTOTYPES), (ctypes.CDLL(path), _UNLOCKED)):
@@ -131,7 +131,7 @@ class _Function(ctypes.Structure):
 
 
 class Done:
-    """The function `done` of one call of a kernel. To be made before the kernel returns. Any thread may call `run`."""
+    """The callback that completes one call of a kernel. Made before the kernel returns. Any thread may call `run`."""
 
     __slots__ = ("_address", "_own")
 
@@ -155,7 +155,7 @@ class Done:
 
 @cache
 def is_deleted_by_tensorflow() -> bool | None:
-    """Return whether TF_RunAsyncOpKernelDoneCallback deletes `done`; None if the layout of `done` is unknown."""
+    """Return whether TF_RunAsyncOpKernelDoneCallback deletes its argument; None if the layout is unknown."""
     own = api()
     if own is None or not own.is_of_libstdcpp:
         return None

@@ -7,8 +7,8 @@ complete when the engine has enqueued the collective and has made TensorFlow's s
 wait (see streams.py), the operation is complete when the GPU is done. So no node reads a result too early.
 
 Collectives of one name run one after the other, because their nodes share a resource as an input. Those of different
-names start in any order. `complete_in_order` makes all later nodes wait for a result. In the gradient of a function,
-which cannot capture the resource, names contain the number of the execution instead, as on the CPU (graph/cpu.py).
+names start in any order. `program_order.complete_in_order` makes later nodes wait for a result. In the gradient of a
+function, which cannot capture the resource, names contain the number of the execution, as on the CPU (graph/cpu.py).
 
 TensorFlow cannot cancel the operation. If another node of an execution fails, the execution still ends only when its
 collectives are complete, or when the engine fails them because other ranks have not submitted them in time.
@@ -68,7 +68,7 @@ def device_of(tensors: Sequence[tf.Tensor], process_set: int = 0) -> str | None:
 
 
 def _is_used(where: str, process_set: int) -> bool:
-    """Return whether tensors on the GPU `where` are reduced there. The first call tests it, and may log a warning."""
+    """Return whether the GPU `where` reduces its tensors. The first call tests the GPU, and may log a warning."""
     if go_by_host():
         return False
     if reason := gpu_device.why_no_gpu(where) or kernel.why_not():
@@ -141,8 +141,8 @@ def _on_gpu(where: str, process_set: int, dtypes: Sequence[np.dtype], owner: obj
             memory: Callable[[Sequence[tuple[int, ...]] | None], Memory], keeps_shapes: bool) -> GpuTensors:
     """Return the tensors of a collective on the GPU `where`, in the engine's form. `owner` keeps the tensors alive.
 
-    `memory`: Called with the shapes of the results to allocate; None: the results have the shapes of the tensors; ():
-        there are no results yet. For None and for () the Memory also contains the tensors' own addresses and shapes.
+    `memory`: Allocates results of the given shapes. `memory(None)` allocates results with the shapes of the tensors,
+        and `memory(())` allocates none yet. Both also return the addresses and shapes of the tensors themselves.
     """
     device = device_at(where)
     found = streams.stream_for(device, where, process_set)

@@ -162,7 +162,7 @@ class Call:
 
     @property
     def iteration(self) -> tuple[int, int]:
-        """The id of the loop around the node (0: no loop), different in each outer iteration; and the iteration."""
+        """The id of the loop around the node (0: no loop; new in each outer iteration), and the iteration's number."""
         return self._api.TF_GetFrameId(self._context), self._api.TF_GetIterId(self._context)
 
     def write_number(self, index: int, value: int) -> None:
@@ -187,7 +187,7 @@ class Call:
 
 
 class Target(Protocol):
-    """A Python object that a node calls. It must not refer to the graph: then neither would ever be freed."""
+    """A Python object that a node calls. It must not refer to the graph, or neither would ever be freed."""
 
     def compute(self, call: Call) -> None:
         """Called for each execution of the node, in a TensorFlow thread. Must not block. An exception fails `call`."""
@@ -195,7 +195,7 @@ class Target(Protocol):
 
 def node(target: Target, tensors: Sequence[tf.Tensor], past: Sequence[tf.Tensor] = (),
          order: Sequence[tf.Tensor] = (), numbers: int = 0) -> list[tf.Tensor]:
-    """Add a node that calls `target` to the graph, on the current device. The graph keeps `target` alive.
+    """Add a node to the graph, on the current device. The node calls `target`, which the graph keeps alive.
 
     Args:
         tensors: At least one. The node's inputs are the id of `target`, and then `past`, `order` and `tensors`.
@@ -268,7 +268,7 @@ tf.no_gradient(NAME)
 
 
 class _Lending:
-    """The target that `lent` uses. Its attribute `found` gets the addresses and shapes of the tensors of a call."""
+    """The Python object that the operation calls for `lent`. `found`: The tensors' addresses and shapes."""
 
     def __init__(self, count: int, shapes: Sequence[tuple[int, ...]] | None):
         self._count, self._shapes = count, shapes
@@ -293,7 +293,7 @@ def lent(tensors: Sequence[tf.Tensor], shapes: Sequence[tuple[int, ...]] | None)
 
 
 class _RoundTrip:
-    """The target of the test in why_not: adds 1 to a float, in another thread and after the kernel has returned."""
+    """The Python object that the test in why_not calls: adds 1 to a float after the kernel has returned."""
 
     def compute(self, call: Call) -> None:
         (source,), _, (target,) = call.exchange(1, [None], True)
@@ -307,7 +307,7 @@ class _RoundTrip:
 
 @cache
 def why_not() -> str:
-    """Return why this process cannot use the operation, or "" if it can. The first call runs a test on the CPU."""
+    """Return why this process cannot use this module's operation; "" if it can. The first call tests it on the CPU."""
     if api() is None:
         return f"TensorFlow {tf.__version__} lacks the C API for asynchronous operations"
     if is_deleted_by_tensorflow() is None:

@@ -61,7 +61,7 @@ def run(name: str, make_request: MakeRequest, tensors: Sequence[tf.Tensor], shap
 
 
 def number_of_execution() -> list[tf.Tensor]:
-    """Return the number of the current call, as a list of one tensor. The list is empty outside of functions.
+    """Return [the number of the current call of the traced function], an int64 tensor; [] outside of functions.
 
     In the gradient of a function, the number is that of the forward call. Only for graphs of sessions.
     """
@@ -129,7 +129,7 @@ def _observed_callables(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites_of(graph: tf.Graph, fetched: Iterable[tf.Operation]) -> Sites:
-    """Return the nodes with collectives that a run may execute if it fetches these operations. Local.
+    """Return the CallSites of the collectives that a run may execute if it fetches these operations. Local.
 
     Nodes in called functions are included, and also nodes that a run skips because of its feeds.
     """

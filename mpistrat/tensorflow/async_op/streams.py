@@ -41,7 +41,7 @@ _CHECKED_ELEMENTS = 2**25  # A kernel takes 0.1 ms, by the bandwidth of an H100.
 
 
 class ContextStream:
-    """The substitute: records an event after all work of the CUDA context. Needs a driver of CUDA 12.5 or later.
+    """A substitute stream: records an event after all work of the CUDA context. Needs a driver of CUDA 12.5 or later.
 
     The event also waits for the engine's earlier collectives. If process sets overlap, ranks may enqueue collectives in
     different orders and would wait for each other. So the substitute serves only collectives of all ranks.
@@ -80,7 +80,7 @@ def stream_of_handler(device: "Device", where: str) -> RecordedStream:
 
 
 class Found(NamedTuple):
-    """TensorFlow's compute stream, or its substitute."""
+    """TensorFlow's compute stream, or a ContextStream in its place."""
 
     stream: RecordedStream  # Records events.
     reader: RecordedStream | None  # The stream itself, which waits for results; None: the host waits.
@@ -94,9 +94,9 @@ _finding = threading.Lock()
 
 
 def stream_for(device: "Device", where: str, process_set: int = 0) -> Found | None:
-    """Return the compute stream of TensorFlow's GPU `where`, or its substitute; None if neither can be used.
+    """Return the compute stream of TensorFlow's GPU `where`, or a ContextStream in its place; None if neither works.
 
-    The first call for a GPU tests the stream and, if that fails, the substitute. It may log a warning.
+    The first call for a GPU tests the stream and, if that fails, the ContextStream. It may log a warning.
     """
     current = runtime.current()
     found = _found.get(current)

@@ -49,7 +49,7 @@ class CollectiveCallSite(CallSite):
 
     Args:
         make_request: Makes the engine's request from the arrays. It must not refer to the graph.
-        execution: The execution to which the node belongs, if its number is needed; else None.
+        execution: The execution whose number is a part of names in the gradient; None: no number is needed.
         in_session: Makes a suffix of the name for each execution in a session's graph; None in other graphs.
     """
 

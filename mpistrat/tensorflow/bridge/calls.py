@@ -34,7 +34,7 @@ from .tf_errors import as_tf_error
 class CallSite:
     """A node of a graph that submits a collective. `name`: The name of the collective, without the thread.
 
-    The graph keeps the site alive. The site must not refer to the graph: then neither would ever be freed.
+    The graph keeps the CallSite alive. The CallSite must not refer to the graph, or neither would ever be freed.
     """
 
     origin: Origin  # The node.
@@ -52,7 +52,7 @@ class CallSite:
         self.running: list[int] = []
 
     def belongs_to(self, submit: tf.Operation) -> None:
-        """Register `submit` as the node of this site."""
+        """Register `submit`, which submits the collective, as the node of this CallSite."""
         graph = weakref.ref(tf.compat.v1.get_default_graph())
         self.origin = Origin(functools.partial(_place_of, submit.name, graph),
                              self.is_in_order and names.is_in_order(self.name))
@@ -71,7 +71,7 @@ _sites: "weakref.WeakValueDictionary[bytes, CallSite]" = weakref.WeakValueDictio
 
 
 def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
-    """Return the key by which `_sites` finds the site of a node; b"" if the node has no key."""
+    """Return the key by which `_sites` finds the CallSite of a node; b"" if the node has no key."""
     for name in ("token", _SITE_ATTRIBUTE):
         if name in node.attr:
             return bytes(node.attr[name].s)
@@ -79,7 +79,7 @@ def _key_of(node: tf.compat.v1.NodeDef) -> bytes:
 
 
 def set_key(node: tf.Operation, number: int) -> None:
-    """Store the number of a node's target in the node, as the key by which `_sites` finds the node's site."""
+    """Store in `node` the number of the object that the node calls: the key by which `_sites` finds its CallSite."""
     set_node_attribute(node, _SITE_ATTRIBUTE, tf.compat.v1.AttrValue(s=str(number).encode()))
 
 

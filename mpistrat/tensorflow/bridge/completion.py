@@ -38,7 +38,7 @@ _instances = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class _PendingWait:
-    """A wait for one result, from the creation of the ticket to the fetch of the result."""
+    """A graph's wait for one result, from the submit of the collective to the fetch of the result."""
 
     queue: tf.Tensor
     handle: Handle
@@ -46,7 +46,7 @@ class _PendingWait:
 
 
 class _Slot:
-    """A queue and the memory of its ticket, for one wait at a time."""
+    """A queue, and the memory of the ticket by which a node finds the queue. For one wait at a time."""
 
     __slots__ = ("_idle", "_ticket", "number", "queue", "serialized", "wait")
 
@@ -107,7 +107,7 @@ class CompletionQueues:
             self._done = [np.array(0, np.int32), self._slots[0].serialized]  # to read no elements
 
     def done_ticket(self, execution: int) -> Arrays:
-        """Return a ticket for a complete collective. Its number is negative, and the await dequeues no element."""
+        """Return a ticket for a complete collective: its number is negative, and the waiting node dequeues nothing."""
         return [np.array(~execution), *self._done]
 
     def _grow(self) -> None:
@@ -119,7 +119,7 @@ class CompletionQueues:
         self._free += self._slots[-COMPLETION_QUEUES_MADE:]
 
     def ticket_for(self, handle: Handle, execution: int = 0) -> Arrays:
-        """Return a ticket for the result of a collective. The graph must get these arrays themselves, not copies.
+        """Return a ticket: arrays by which a graph waits for a result. The graph must get these arrays, not copies.
 
         `execution`: The number, at least 0, that `execution_of` will read from the ticket.
         """
@@ -137,7 +137,7 @@ class CompletionQueues:
         return ticket
 
     def _reclaim(self, count: int) -> None:
-        """Check the `count` waits that were not checked for the longest time; free the queues of abandoned waits."""
+        """Check the `count` waits whose last check was longest ago; free the queues of those that are abandoned."""
         for _ in range(min(count, len(self._taken))):
             number, slot = next(iter(self._taken.items()))
             if not slot.is_abandoned():

@@ -59,7 +59,7 @@ def eager(operation: str, process_set: int = 0) -> str:
 
 
 def made(operation: str, process_set: int = 0) -> str:
-    """Return `eager(...)` in eager code, and in a graph "<traced function>()/<operation>", which has no thread."""
+    """Return `eager(...)` in eager code; in a graph "<traced function>()/<operation>", without a thread."""
     return eager(operation, process_set) if tf.executing_eagerly() else f"{_title()}/{of(operation, process_set)}"
 
 
@@ -140,7 +140,7 @@ class OptimizerName:
     def __call__(self) -> str:
         """Return the name. Called when the optimizer averages gradients.
 
-        Raises InvalidRequestError: As `eager`, if a thread with the name of this thread made the optimizer.
+        Raises InvalidRequestError: As `eager`, but only in the thread that made the optimizer, or one of the same name.
         """
         if self._original is not None:
             return f"{self._original()}/copy{self._number}"
@@ -164,7 +164,7 @@ def _at(place: int, process_set: int) -> OptimizerName:
 
 
 def _run_of(process_set: int) -> int:
-    """Return a number for this init(), since the next one reuses ids of process sets; 0 for the set of all ranks."""
+    """Return a number for the current init(), as a later one reuses ids of process sets; 0 for the set of all ranks."""
     if process_set == 0 or not runtime.is_initialized():
         return 0
     return _runs.setdefault(runtime.current(), next(_run_numbers))
@@ -194,8 +194,8 @@ _MAIN = threading.main_thread().ident
 def prefix(is_exclusive: bool = False) -> str:
     """Return what the names of this thread's collectives begin with: "" in the main thread, elsewhere "<thread>/".
 
-    `is_exclusive`: Whether other threads may have the same prefix, because the collectives belong to a process set or
-        their names come from users or optimizers. If True, this function does not raise InvalidRequestError.
+    `is_exclusive`: Whether the ranks need not distinguish threads with the same prefix, because the collectives belong
+        to a process set, or their names come from users or optimizers. If True, this function raises nothing.
 
     Raises InvalidRequestError: As `eager`. In a job of several ranks this also ends the engines of all ranks.
     """

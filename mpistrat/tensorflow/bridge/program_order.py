@@ -67,7 +67,7 @@ def _write(handle: tf.Tensor, device: str) -> tf.Operation:
 
 
 def _token(device: str) -> tf.Tensor | None:
-    """Return the token's handle as a tensor of the current graph; None in the gradient of a function."""
+    """Return the handle, in this graph, of the variable that orders submits; None in the gradient of a function."""
     return None if in_gradient() else capture_in_order(_token_on(device))
 
 
@@ -118,7 +118,7 @@ def enclosing_function(graph: tf.Graph | None = None) -> tf.Graph:
 
 
 def captured_in_function(tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """Return a tensor of the traced function in the form that the current branch or loop can use; None for others.
+    """Return a traced function's tensor in the form that the current branch or loop can use; None for other tensors.
 
     In eager code, return eager tensors unchanged, and None for tensors of graphs.
     """
@@ -149,7 +149,7 @@ def in_gradient() -> bool:
 def session_graph() -> tf.Graph | None:
     """Return the tf.compat.v1 graph that the caller adds nodes to, directly or in a branch, loop or function in it.
 
-    None in eager code, and while a tf.function is traced that eager code calls: no session runs such graphs.
+    None in eager code, and in a tf.function that eager code calls, because no session runs its graph.
     """
     if tf.executing_eagerly():
         return None

@@ -8,7 +8,7 @@ A node has a token, a string by which TensorFlow finds the Python function to ca
 reference to the function, so something else must keep it alive while the node can run. tf.numpy_function keeps it until
 the process ends. Here the function lives as long as the Python object of the node's graph, or of a graph around it.
 Everything that can run the node later keeps such an object alive: a ConcreteFunction, a function or gradient that calls
-it, a branch or loop made from it. The function must not refer to the graph: then neither would ever be freed.
+it, a branch or loop made from it. The function must not refer to the graph, or neither would ever be freed.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ def host_call(function: Callable[..., Arrays], inputs: Sequence[tf.Tensor], dtyp
     Args:
         function: Called with an array for each of `inputs` (a numpy scalar if it has no dimensions). Returns a
             C-contiguous array, never a scalar, for each of `dtypes`. An exception becomes a TensorFlow error with the
-            same text. It must not refer to the graph or to tensors of it.
+            same text. The function must not refer to the graph or to its tensors.
         inputs: Tensors on the CPU.
         dtypes: The dtypes of the results. Their shapes are unknown.
         stateful: As for tf.numpy_function: the call happens once, in program order, even if no node uses the results.

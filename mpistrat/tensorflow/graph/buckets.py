@@ -31,7 +31,7 @@ from .xla_collective import Started
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How to reduce a list of tensors. The specs of all ranks are equal, except for the observer."""
+    """How to reduce a list of tensors. The specs of all ranks are equal, except for the function `observer`."""
 
     name: str  # Identifies the collective on all ranks. Tensors reduced separately get names that begin with it.
     scaled: ScaledOp  # How to reduce.

@@ -11,10 +11,10 @@ collective becomes three nodes. While other ranks are not ready, none of the nod
 3. *fetch*, a callback that returns the results without a copy, or raises. It is stateless. TensorFlow would run a
    stateful fetch before the next submit, so each collective of a loop would wait for the collective before it.
 
-After the last submit of a list, or of a graph, nothing is left to submit. So the last submit itself may wait for the
-result, for at most ten milliseconds. A small list is usually complete by then. Then the submit returns the results, the
-await reads nothing from the queue, and the fetch passes the results on. This avoids a switch of threads, which costs as
-much as reducing a megabyte. (A branch that skips await and fetch would take 7 us longer than these nodes.)
+After the last submit of a list of tensors, or of a graph, nothing is left to submit. So the last submit may wait for
+the result, for at most ten milliseconds. A small list is usually complete by then. Then the submit returns the results,
+the await reads nothing from the queue, and the fetch passes the results on. This avoids a switch of threads, which
+costs as much as reducing a megabyte. (A branch that skips await and fetch would take 7 us longer than these nodes.)
 
 One asynchronous operation (async_op), as on GPUs and in sessions, could replace the three nodes. Both were measured in
 turn, with two ranks on a host of two cores. Medians of three rounds, with the operation and with the nodes: 0.162 and
@@ -153,7 +153,7 @@ class _CpuCallSite(CollectiveCallSite):
         self._nothing = [] if wait is Wait.NEVER else [np.empty(0, dtype.as_numpy_dtype) for dtype in dtypes]
 
     def submit(self, *inputs: np.ndarray) -> Arrays:
-        """Submit the collective; return a ticket for the result.
+        """Submit the collective; return a ticket, the arrays by which the graph waits for the result.
 
         If the submit may wait, it also returns the results, or empty arrays if the collective is not complete.
         """

@@ -166,7 +166,7 @@ def read_in_graph(read: Callable[[], Sequence[int]], count: int) -> list[tf.Tens
 
 
 def _linked(call: Callable[[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return `call(link)`, which adds a custom call with the argument `link`. Its first result becomes the new link."""
+    """Return `call(link)`: the results of a new custom call. To keep the order, the first is the next call's `link`."""
     if in_gradient():
         graph = tf.compat.v1.get_default_graph()
         outputs = call(graph.get_tensor_by_name(_last[graph]) if graph in _last else tf.constant(0, tf.int64))
@@ -253,7 +253,7 @@ class _CompiledCallSite(CollectiveCallSite):
             handle.when_done(lambda _: _run_in_own_thread(complete))
 
     def _execute_on_gpu(self, memory: GpuMemory) -> None:
-        """Submit the collective, and wait for it unless `_awaiting` will. With a future, XLA would block the thread."""
+        """Submit the collective, and wait unless `_awaiting` will: on a GPU, XLA cannot complete the call later."""
         count = len(self._given) - 1 - self._has_past
         past = int(memory.on_host(1 + count, 1)[0]) if self._has_past else None
 

@@ -36,7 +36,7 @@ TYPES = {  # Of arguments and results, in StableHLO.
 
 
 class Target(Protocol):
-    """The Python object that a custom call calls. It must not refer to the graph: then neither would be freed."""
+    """The Python object that a custom call calls. It must not refer to the graph, or neither would be freed."""
 
     def execute(self, call: ffi.Call) -> None:
         """Called by the compiled code, in any thread. An exception fails the execution of the compiled function."""
@@ -72,7 +72,7 @@ _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
              in_place: Sequence[int]) -> str:
-    """Return the program of one call. It fixes the order of dimensions in memory, which XLA would choose otherwise.
+    """Return the program of one call. It fixes the order of dimensions in memory, so that XLA does not choose it.
 
     If a size is unknown, the shapes of all results are operands too. XLA computes and removes them when it compiles.
     """

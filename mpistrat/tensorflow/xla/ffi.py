@@ -53,7 +53,7 @@ class Extension(Structure):
 
 
 class Buffer(Structure):
-    """One argument or result. `dims` has `rank` sizes. The memory is in C order, which the program demands."""
+    """One argument or result. `dims` has `rank` sizes. The memory is in C order, as custom_call demands."""
 
     _fields_ = (("struct_size", c_size_t), ("extension_start", c_void_p), ("dtype", c_int), ("data", c_void_p),
                 ("rank", c_int64), ("dims", POINTER(c_int64)))

@@ -82,7 +82,7 @@ class QuantisedExchange:
         return exchange(self._comm, [self._part_of(sent, h) for h in range(self._hosts)], self._rows)
 
     def combine(self, result: np.ndarray, scale: Scale) -> list[MPI.Request]:
-        """Sum the received values. Returns requests to complete before `finish`: the exchange of the sums of parts."""
+        """Sum the received values. Returns requests, which exchange the sums and must be complete before `finish`."""
         if self._is_whole:
             total = self._sum_of(result)
             for h, row in enumerate(self._rows):
@@ -121,10 +121,10 @@ class QuantisedExchange:
 class HierarchicalData(TwoShotData):
     """Collectives among the ranks of several hosts.
 
-    All ranks of a host pack a chunk into shared memory. Its first ranks, at most `senders`, each reduce one slice, and
-    all-reduce it over their own `cross`, in parallel. Then all ranks unpack all slices. A slice is exchanged as in
-    MpiData, except that two hosts exchange whole slices. Between H hosts, each host sends 2 (H-1)/H of its bytes.
-    Several chunks are in flight at different stages, so that the network and the memory work in parallel. A rank that
+    All ranks of a host pack a chunk into shared memory. The first ranks of the host, at most `senders`, each reduce
+    one slice, and all-reduce it over their own `cross`, in parallel. Then all ranks unpack all slices. A slice is
+    exchanged as in MpiData, except that two hosts exchange whole slices. Between H hosts, each sends 2 (H-1)/H of its
+    bytes. Several chunks are in flight at different stages, so that network and memory work in parallel. A rank that
     is the only one of its host sends from its tensors and reduces into its targets, if a slice belongs to one tensor.
 
     A quantised reduction (Reduction.quantised) exchanges 8-bit numbers by a QuantisedExchange. If every host has one

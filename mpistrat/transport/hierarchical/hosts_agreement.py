@@ -47,8 +47,8 @@ class PiggybackedReduce(Prepared):
 class Piggyback:
     """The memory of one host for all-reduces whose data are sent together with votes.
 
-    Each rank packs its part into its slot of shared memory (`pack`). If the part is one array, the first rank of the
-    host reads it in place instead. When all ranks have voted and are ready, the first rank reduces the parts
+    Each rank packs its part into its slot of shared memory (`pack`). The first rank of the host may leave its own part
+    where it is, if that is one array. When all ranks have voted and are ready, the first rank reduces the parts
     (`reduce_host`), and sends the result with the host's vote. Then it reduces the results of all hosts into the result
     slot (`reduce_hosts`), and posts the outcome. Each rank copies the result (`PiggybackedReduce.finish`).
 
@@ -133,7 +133,7 @@ class Piggyback:
 
 
 class LeaderExchange(ABC):
-    """Rounds of votes among hosts, one after the other. The first rank of each host (its leader) uses it.
+    """One leader's part in rounds of votes among the leaders, one after another. A leader is a host's first rank.
 
     `hosts`: The communicator of the leaders, reserved for this object. `close` frees `hosts`.
     """

@@ -111,7 +111,7 @@ def have_all(comm: MPI.Intracomm, is_well: bool) -> bool:
 
 
 def discard(revoked: Iterable[Any], limit_s: float) -> None:
-    """Free communicators that contain lost ranks, after their requests have ended. `revoked` lists both. Local.
+    """Free communicators with lost ranks after their requests have ended. `revoked`: Communicators and requests. Local.
 
     The memory of requests that MPI has not ended within `limit_s` is never freed, because MPI may still use it.
     """

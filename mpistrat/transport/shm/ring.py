@@ -164,7 +164,7 @@ class ShmRing:
         return is_woken or self.ready()
 
     def ready(self) -> bool:
-        """Return whether a message has arrived, `wake` was called (true only once), or `has_news()`. No system call."""
+        """Return whether there is a message, news (see `watch`) or a `wake` call (true only once). No system call."""
         if self._is_woken:
             self._is_woken = False
             return True

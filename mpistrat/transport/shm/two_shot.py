@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Elements of one of this rank's arrays that lie in its slice. It reads them there, and does not pack them."""
+    """Elements of the slice that this rank reduces. It reads them from its own array, and does not pack them."""
 
     array: int
     part: slice
