@@ -49,7 +49,7 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 class ReduceOp(IntEnum):
-    """How a reduction combines values. The members have the same integer values as in Horovod."""
+    """How a reduction combines values. The integer values are those of the same operations in Horovod."""
 
     AVERAGE = 0
     SUM = 1

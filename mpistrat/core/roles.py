@@ -34,7 +34,7 @@ def assign_roles(size: int, jobs: Mapping[str, int] | None = None) -> tuple[tupl
         if count < 0:
             raise ValueError(f"role {name!r} cannot have {count} ranks.")
     if jobs.get("chief", 0) != 1 or next(n for n, c in jobs.items() if c) != "chief":
-        raise ValueError(f"exactly one chief is needed, and it is rank 0, so jobs starts with 'chief': 1. "
+        raise ValueError(f"exactly one chief is needed, and it is rank 0, so begin `jobs` with 'chief': 1. "
                          f"Received: {dict(jobs)}.")
     if sum(jobs.values()) != size:
         raise ValueError(f"jobs {dict(jobs)} need {sum(jobs.values())} ranks, but there are {size} "

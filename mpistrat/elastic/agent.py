@@ -174,7 +174,7 @@ class AgentState:
         return self._serve(now)
 
     def written(self, connection: Hashable, nbytes: int, step: str, now: float) -> list[Action]:
-        """Note that a rank has written its commit to a memory file. `step`: The training step, as text for messages."""
+        """Register that a rank has written its commit to a memory file. `step`: The training step, for messages."""
         if self._writes and self._writes[0].connection == connection and self._writes[0].has_file:
             self._writes[0].nbytes, self._writes[0].step = nbytes, step
         return self._serve(now)

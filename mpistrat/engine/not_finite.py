@@ -79,7 +79,7 @@ class FiniteWatch:
             more = f" and {len(self._own) - MOST_LISTED} more" if len(self._own) > MOST_LISTED else ""
             when = f"{self._count} steps ago" if self._count > 1 else "in the latest step"
             logger.warning("mpistrat: rank %d was the first with Inf or NaN in its gradients, %s: in those of %s%s (%d "
-                           "tensors were reduced together). The average has carried them to the weights of all ranks. "
+                           "tensors were reduced together). With the average the NaN reached the weights of all ranks. "
                            "Look at this rank's rows and loss. MPISTRAT_NAN_WARNING=0 turns this check off.",
                            self._rank, when, ", ".join(self._own[:MOST_LISTED]), more, len(self._labels))
 

@@ -43,7 +43,7 @@ class CudaEvent(Protocol):
 
 
 class RecordedStream(Protocol):
-    """A recorder of events: a CUDA stream, or a substitute where the address of TensorFlow's stream is unknown."""
+    """A CUDA stream on which events are recorded, or a substitute if the address of TensorFlow's stream is unknown."""
 
     @property
     def ptr(self) -> int:

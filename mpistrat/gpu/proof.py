@@ -232,7 +232,7 @@ class Proof:
     def compare(self, ends: Sequence[GpuEvent]) -> None:
         """Wait for the events `ends`, and compare the GPU's results with those that `trusts` has computed on the CPU.
 
-        Does nothing if `trusts` has computed none. Raises EngineError: Results differ on some rank. On all ranks.
+        Does nothing if `trusts` has computed no results. Raises EngineError on all ranks: Results differ on any rank.
         """
         if not self._shadows:
             return

@@ -3,7 +3,7 @@
 If a rank calls sys.exit() while other ranks wait for it, its exit handler ends the job with the same exit code. But
 Python does not give the exit code to exit handlers, and does not call sys.excepthook for SystemExit. So sys.exit() is
 replaced by a function that raises a subclass of SystemExit. If the exception ends the process, Python itself reads the
-attribute `code` while no Python function runs. Such a read does not occur if the script catches the exception.
+attribute `code` while no Python function runs, and thereby tells the code. If a script catches it, no such read occurs.
 """
 
 import builtins

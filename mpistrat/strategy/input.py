@@ -262,7 +262,7 @@ def _has_reader(dataset: tf.data.Dataset) -> bool:
 def _names_of_files(dataset: tf.data.Dataset) -> list[tf.data.Dataset] | None:
     """Return the datasets of file names that policy FILE divides among the ranks; None if FILE would change the rows.
 
-    FILE does not change the rows if each row comes from a file, and each later dataset treats rows separately.
+    FILE keeps the rows of all ranks together if every row comes from a file, and no later dataset mixes rows.
     """
     if _has_reader(dataset):
         return list(getattr(dataset, "_impl", dataset)._inputs())

@@ -67,7 +67,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
             Keras' optimizers and the work of the update, like ShardedOptimizer: gradients are reduce-scattered, each
             rank updates a part of the weights and has the slots for it, and the new weights are all-gathered. A
             step sends as many bytes as with "mirrored". On one host SGD and Adam give bit for bit the weights of
-            "mirrored", unless XLA compiles the steps. Accumulated gradients are reduced in every backward pass.
+            "mirrored", unless XLA compiles the steps. With accumulation, each backward pass reduces its gradients.
             Accumulation and clipping by norm make weights differ from "mirrored" by rounding. An optimizer must have
             the method update_step. An optimizer from outside the scope must not be built yet. `optimizer.variables` has
             only variables that all ranks have, such as the step counter. Files and checkpoints are as with "mirrored",

@@ -274,7 +274,7 @@ class HostLink:
     def connect(self, invitation: Invitation | None) -> UnixSocketChannel:
         """Connect the ranks of the host, and return this rank's channel. Collective within the host.
 
-        `invitation`: That of the first rank's HostLink. Raises OSError, perhaps only on some ranks: A connection fails.
+        `invitation`: From the host's first rank. Raises OSError, perhaps only on some ranks, if a connection fails.
         """
         sockets = self._give() if self._rank == self._ranks[0] else self._take(invitation)
         return UnixSocketChannel(self._rank, sockets)

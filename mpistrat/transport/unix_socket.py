@@ -98,7 +98,7 @@ class UnixSocketChannel:
         self._has_other_news: Callable[[], bool] = bool
 
     def watch(self, has_news: Callable[[], bool]) -> None:
-        """Make `ready`, and `wait` while it spins, also return true when `has_news()` is true."""
+        """Let `ready()` also return true when `has_news()` is true, and `wait()` too while it polls."""
         self._has_other_news = has_news
 
     def is_sending_to(self, ranks: Iterable[int]) -> bool:

@@ -45,7 +45,7 @@ _classes: dict[tuple[type, tuple[type, ...]], type] = {}
 
 
 class _Distributed:
-    """A base of all classes of distributed optimizers, for configurations, copies and local variables."""
+    """A base of all distributed optimizers. It adds configurations, copies and register_local_var."""
 
     is_distributed = True
 
@@ -178,7 +178,7 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     (SGD, Adam, AdamW, Nadam, Adamax, Adadelta, Adagrad, RMSprop, Ftrl, Lion) divide the elements of variables among the
     ranks. With Lamb, Muon and user-defined optimizers each variable belongs to one rank as a whole, and gradients are
     all-reduced. On one host, SGD and Adam compute the same weights as a DistributedOptimizer, bit for bit, unless XLA
-    compiles the steps. Accumulated gradients are reduced in every backward pass, and each rank accumulates its part.
+    compiles the steps. With accumulation, each backward pass reduces its gradients, and each rank accumulates its part.
 
     `optimizer.variables` has only the variables that are the same on all ranks: the step counter and the learning rate.
     Files have the format of the original optimizer, and load with any number of ranks. fit gathers the whole state on
@@ -537,7 +537,7 @@ def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[ker
         custom_optimizers: User-defined optimizer classes that the file refers to.
         custom_objects: As for keras.models.load_model.
         compression: One of Compression.
-        legacy_opts: Accepted for compatibility with Horovod, ignored: a Keras 2 file names the optimizer's class.
+        legacy_opts: Accepted for compatibility with Horovod, ignored.
         average_aggregated_gradients: For an optimizer that accumulates gradients. True: an update takes their mean, as
             in Keras. False: an update takes their sum, as in a DistributedOptimizer with backward_passes_per_step.
             None: the mean, with a warning, because the file does not say which.
