@@ -176,7 +176,7 @@ def test_a_signal_ends_all_ranks_and_the_last_line_says_so(number: signal.Signal
     # Tests that a shell has started in the background inherit that Ctrl-C is ignored.
     with running([*BARE, "run", "-np", "2", "sh", "-c", "echo ready; exec sleep 100"],
                  preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)) as (process, job, printed):
-        wait_until(lambda: sum(p.name() == "sleep" for p in processes_of(job)) == 2, 30)
+        wait_until(lambda: len(processes_of(job, "sleep")) == 2, 30)
         process.send_signal(number)
         assert process.wait(30) == 128 + number
         last = f"mpistrat run: the job has ended with exit code {process.returncode}: it was ended by "
@@ -241,7 +241,7 @@ def test_a_host_that_is_off_is_named_and_nothing_is_left(silent: dict[str, str])
 
 def test_a_job_that_waits_for_a_host_ends_soon_after_a_signal(silent: dict[str, str]) -> None:
     with running([*BARE, "run", "-np", "2", "-H", "node9:2", "--", "true"], env=silent) as (process, job, printed):
-        wait_until(lambda: any(p.name() == "sleep" for p in processes_of(job)), 30)
+        wait_until(lambda: processes_of(job, "sleep"), 30)
         process.terminate()
         assert process.wait(20) == 143, printed()  # mpirun itself does not end.
         assert not processes_of(job), printed()

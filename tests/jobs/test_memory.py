@@ -106,7 +106,7 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
         while not (len(ranks) == 2 and all(shares_memory(rank) for rank in ranks)):
             assert time.monotonic() < until, "the ranks do not come to share memory"
             time.sleep(0.05)
-            ranks = [p for p in processes_of(job) if "python" in p.name() and "many" in " ".join(p.cmdline())]
+            ranks = [p for p in processes_of(job, "python") if "many" in " ".join(p.info["cmdline"] or ())]
         for rank in ranks:
             rank.send_signal(signal.SIGKILL)
         assert process.wait(60) != 0

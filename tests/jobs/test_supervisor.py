@@ -74,7 +74,7 @@ class Run:
     def named(self, text: str) -> psutil.Process:
         """The process of the job with this in its command line, this or that way."""
         def found() -> list[psutil.Process]:
-            return [each for each in processes_of(self.job) if text in each.cmdline()[:2]]
+            return [each for each in processes_of(self.job) if text in (each.info["cmdline"] or ())[:2]]
 
         wait_until(found, SOON_S)  # A shell that has forked may not have started the program yet.
         process, = found()

@@ -114,7 +114,7 @@ def run_limited(line: Sequence[str], *, env: Mapping[str, str] | None = None, li
             left = living_after(job, 5)
             return Finished(process.returncode, printed(), seconds, ended_at, left)
         except subprocess.TimeoutExpired:
-            living = [(stuck, stuck.name()) for stuck in processes_of(job)]
+            living = [(stuck, stuck.info["name"]) for stuck in processes_of(job)]
             _print_stacks(job)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -204,15 +204,12 @@ def wait_until(condition: Callable[[], object], limit_s: float) -> None:
 
 
 def processes_of(job: str, named: str = "") -> list[psutil.Process]:
-    """The living processes that were started by a job, its orphans included, with `named` in their names."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(JOB_VARIABLE) == job and named in process.name():
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
+    """The living processes that were started by a job, its orphans included, with `named` in their names.
+
+    A process may end at any time, so take its name and its cmdline from `info`, which asks no more.
+    """
+    return [process for process in psutil.process_iter(["environ", "name", "cmdline"])
+            if (process.info["environ"] or {}).get(JOB_VARIABLE) == job and named in process.info["name"]]
 
 
 def kill_processes_of(job: str) -> None:
