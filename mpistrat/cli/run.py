@@ -230,8 +230,7 @@ def asks_for_help(command: Sequence[str]) -> bool:
 
 def _goes_elsewhere(options: Sequence[str]) -> bool:
     """Whether options of mpirun send the stderr of ranks to files, or to stdout."""
-    words = [word for option, value in pairwise(options) if option.lstrip("-") == "output"
-             for word in value.split(",")]
+    words = [word for option, value in pairwise(options) if option.lstrip("-") == "output" for word in value.split(",")]
     return any(word.startswith(("dir=", "file=", "merge")) for word in words) or any(
         option.lstrip("-") in _OUTPUT_OPTIONS for option in options)
 

@@ -375,7 +375,8 @@ class _Run:
                 self._start_until = math.inf
                 if not self._has_started:
                     self._termination.note_no_start(now, self._start.timeout_s)
-            self._look_at_ranks(now)
+            if not self._are_all_in_init:
+                self._look_at_ranks(now)
             look_s = math.inf if self._are_all_in_init else _LOOK_S
             self._next_signal(min(self._termination.wait_s(now), self._start_until - now, look_s))
             due = self._termination.due(time.monotonic())
@@ -397,13 +398,15 @@ class _Run:
         return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._are_hosts_reached)
 
     def _look_at_ranks(self, now: float) -> None:
-        """End a job whose ranks wait in init() for a rank that has ended."""
-        if self._are_all_in_init:
-            return
-        self._are_all_in_init = len(self._output.told.in_init) >= self._ranks
-        why = self._interference.why_vain(self._output.told)
+        """End a job whose ranks wait in init() for a rank that has ended, or whose mpirun has not ended after them."""
+        told, limit_s, ended = self._output.told, _WITHOUT_INIT_S, sorted(self._output.told.without_init)
+        self._are_all_in_init = len(told.in_init) >= self._ranks
+        why = self._interference.why_vain(told)
+        # mpirun 5.0 may deadlock when it ends ranks because a rank has ended with an error before MPI_Init.
+        if not why and 0 < len(ended) < self._ranks and self._start.hosts == 1 and not self._remaining()[1:]:
+            why, limit_s = f"ranks {rank_list(ended)} ended without init(), and mpirun has not ended", 5 * limit_s
         self._vain_since = min(self._vain_since, now) if why else math.inf
-        if now - self._vain_since >= _WITHOUT_INIT_S and not self._termination.reason:
+        if now - self._vain_since >= limit_s and not self._termination.reason:
             self._why_vain = why
             self._termination.note_stop(now, why)
 
@@ -425,8 +428,8 @@ class _Run:
     def _is_recalled(self) -> bool:
         """Whether a signal has ended the job before all ranks had started.
 
-        Then the exit code of mpirun says nothing about the job, because mpirun may end by itself or be killed. So no
-        line about mpirun is printed, and the exit code of the job is 128 + the number of the signal.
+        Then mpirun may end by itself or be killed, so its exit code says nothing about the job, which is 128 + the
+        number of the signal, and no line about mpirun is printed.
         """
         return self._last_signal is not None and not self._has_started and not self._termination.is_urgent
 

@@ -111,10 +111,11 @@ def test_ranks_wait_in_vain_for_one_that_has_ended_without_init() -> None:
 
 
 @pytest.mark.parametrize(("ends", "code"), [("exec sleep 600", 1), ("exit 3", 3)])
+@pytest.mark.parametrize("first", ["rank 0 is in init()", "rank 0 was ended by an mpirun that does not end"])
 def test_a_job_that_waits_in_vain_is_ended_unless_mpirun_does_it(
-        ends: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        first: str, ends: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(supervisor, "_WITHOUT_INIT_S", 0.5 if code == 1 else 60.0)
-    mpirun = f"echo '[mpistrat] rank 0 is in init()' >&2; echo '[mpistrat] rank 1 has ended without init()' >&2; {ends}"
+    mpirun = f"echo '[mpistrat] {first}' >&2; echo '[mpistrat] rank 1 has ended without init()' >&2; {ends}"
     outcome = launch(LaunchCommand(("sh", "-c", mpirun)), os.environ, ranks=2)
     assert outcome.code == code
     assert ("ranks [1] ended without init()" in capfd.readouterr().err) is (code == 1)
