@@ -96,7 +96,7 @@ def _part(data: object, rank: int, size: int, uneven: str, title: str) -> object
     if isinstance(data, Mapping):
         return {name: _part(array, rank, size, uneven, f"{title}, {name!r}") for name, array in data.items()}
     if _is_dataset(data):
-        if size > 1 and _is_in_own_order(data):
+        if size > 1 and is_in_own_order(data):
             raise InvalidRequestError(f"{title} is a dataset that is shuffled without a seed, so each rank has its own "
                                       f"order. Some rows would be read by several ranks, some by none. {OWN_ORDER}")
         own = _elements(data, rank, size, uneven)
@@ -188,14 +188,13 @@ OWN_ORDER = ("Shuffle the dataset after it is sharded, or pass a seed that is th
 
 def is_sharded_in_own_order(data: object) -> bool:
     """Return whether `data` is a dataset that is shuffled without a seed and then divided by Dataset.shard(). Local."""
-    return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and _is_in_own_order(each)
+    return _is_dataset(data) and any("ShardDataset" in type(each).__name__ and is_in_own_order(each)
                                      for each in _datasets_in(data))
 
 
-def _is_in_own_order(dataset: object) -> bool:
-    """Return whether a dataset is shuffled without a seed. TensorFlow then stores zero for both of its seeds."""
-    shuffles = [each for each in _datasets_in(dataset) if "ShuffleDataset" in type(each).__name__]
-    return any(all(int(getattr(each, name, 1)) == 0 for name in ("_seed", "_seed2")) for each in shuffles)
+def is_in_own_order(dataset: object) -> bool:
+    """Return whether a dataset has a random order without a seed. TensorFlow then stores zero for both seeds. Local."""
+    return any(all(int(getattr(each, name, 1)) == 0 for name in ("_seed", "_seed2")) for each in _datasets_in(dataset))
 
 
 def _datasets_in(dataset: object) -> Iterator[object]:

@@ -26,6 +26,7 @@ from tensorflow.python.distribute.input_util import get_distributed_dataset, get
 from tensorflow.python.eager.context import context, global_seed
 
 from ..api import array_ops, runtime
+from ..api.sharding import is_in_own_order
 from ..core.errors import InvalidRequestError
 from ..core.topology import Topology, describe_by_rank
 from ..tensorflow.bridge import names
@@ -91,6 +92,7 @@ class Pipelines:
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and any(map(_has_reader, _parts_of(dataset))):
             by_files, problem = self._by_files(dataset, policy, options)
             if by_files is not None:
+                self._require_same_order(_names_of_files(dataset) or [dataset])
                 return by_files
             if policy == _Policy.FILE:
                 raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
@@ -106,6 +108,8 @@ class Pipelines:
                 _say_once("a part of the dataset has deterministic=False. The order of rows may differ among the "
                           "ranks, so rows may be left out or read twice. Leave out deterministic=False.")
             dataset = _with_policy(dataset, _Policy.DATA)
+        if policy != _Policy.OFF:
+            self._require_same_order([dataset])
         distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             distributed._enable_get_next_as_optional = False  # the collective before each step
@@ -114,6 +118,14 @@ class Pipelines:
             # batches before they are split, and gets the number of steps from this attribute.
             distributed.mpistrat_steps = most * self._size if most >= 0 else None
         return distributed
+
+    def _require_same_order(self, divided: list[tf.data.Dataset]) -> None:
+        """Log a warning on rank 0 if the ranks divide datasets that have a random order without a seed. Local."""
+        is_checked = self._size > 1 and self._rank == 0 and runtime.current().settings.is_checked
+        if is_checked and any(map(is_in_own_order, divided)):
+            _say_once("mpistrat: each rank shuffles the dataset in a different order before it takes its part, so some "
+                      "rows are read by several ranks, and some by none. Make the strategy before the dataset, because "
+                      "the strategy seeds TensorFlow on all ranks, or pass a seed to shuffle().")
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         is_split = self._size > 1 and any(map(_is_split_by_rows, tf.nest.flatten(dataset.element_spec)))

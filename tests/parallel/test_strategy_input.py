@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import mpistrat
+from mpistrat.strategy import input as strategy_input
 from mpistrat.tensorflow import MPIStrategy
 
 from .strategy_helpers import collectives_counted
@@ -141,6 +142,24 @@ def test_different_data_are_warned_of(strategy: MPIStrategy, case: str, rank: in
     assert len(said) == (rank == 0 and text != "")
     if said:
         assert re.search(text, said[0]) and "MPIStrategy shards a dataset itself" in said[0], said
+
+
+def test_different_orders_are_warned_of(strategy: MPIStrategy, rank: int, shared_dir: str,
+                                        caplog: pytest.LogCaptureFixture) -> None:
+    def said(*datasets: Any) -> int:
+        for dataset in datasets:
+            strategy_input._say_once.cache_clear()
+            strategy.experimental_distribute_dataset(dataset.batch(2))
+        return sum("in a different order before it takes its part" in text for text in caplog.messages)
+
+    rows, files = tf.data.Dataset.range(12), tf.data.Dataset.from_tensor_slices(text_files(shared_dir, [2, 2, 2]))
+    lines = files.interleave(tf.data.TextLineDataset)
+    assert said(rows.shuffle(12)) == 0, "the strategy has seeded TensorFlow"
+    tf.random.set_seed(None)  # as before the strategy is made
+    by_hand = with_policy(rows.shuffle(12), Policy.OFF)
+    assert said(rows.shuffle(12, seed=3), lines.shuffle(9), by_hand) == 0
+    mixed = tf.data.Dataset.sample_from_datasets([rows, rows])
+    assert said(rows.shuffle(12), mixed, files.shuffle(3).interleave(tf.data.TextLineDataset)) == (0 if rank else 3)
 
 
 def test_different_elements_are_an_error_on_every_rank(strategy: MPIStrategy, rank: int, size: int) -> None:
