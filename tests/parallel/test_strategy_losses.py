@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from mpistrat.strategy.keras import losses
 from mpistrat.tensorflow import MPIStrategy
 
 from ..programs.features.keras_training import both, compiled, fit_both, sgd
@@ -77,6 +78,45 @@ def own_step() -> Any:
     return compiled(lambda: OwnStep(inputs, keras.layers.Dense(1)(tokens)), loss="mse", metrics=["mae"])
 
 
+class Arithmetic(keras.Model):
+    """Trains on a loss that `arithmetic` computes from this model, its outputs, and two losses of Keras."""
+
+    def __init__(self, arithmetic: Callable[..., Any]) -> None:
+        inputs = keras.Input((TOKENS,))
+        super().__init__(inputs, keras.layers.Dense(1, kernel_regularizer="l2")(inputs))
+        self.arithmetic, self.kept = arithmetic, keras.metrics.Mean(name="kept")
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        predicted = self(x)
+        one, two = mse()(y, predicted), keras.losses.MeanAbsoluteError()(y, predicted)
+        loss = self.arithmetic(self, predicted, one, two)
+        self.kept.update_state(loss)
+        return {"kept": self.kept.result(), "total": loss, "difference": 4.0 * one - two}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            logs = self.test_step(data)
+        self.optimizer.apply(tape.gradient(logs["total"], self.trainable_variables), self.trainable_variables)
+        return logs
+
+
+def arithmetic(compute: Callable[..., Any]) -> Any:
+    return compiled(lambda: Arithmetic(compute), lambda: keras.optimizers.SGD(0.01), loss=None, metrics=())
+
+
+# The loss of a step; True if the gradients of the ranks add up to that of one process.
+ARITHMETIC: dict[str, tuple[Callable[..., Any], bool]] = {
+    "regularized": (lambda model, p, one, two: one + 0.5 * two + tf.nn.scale_regularization_loss(model.losses), True),
+    "divided by hand": (lambda model, p, one, two: sum([
+        one, 2.0 * (tf.reduce_mean(p ** 2) / tf.distribute.get_strategy().num_replicas_in_sync)]), True),
+    "a sum by rows": (lambda model, p, one, two: tf.reduce_sum(p ** 2) * (1 / BATCH), True),
+    "a sum not divided": (lambda model, p, one, two: one + tf.add_n(model.losses), False),
+    "a function": (lambda model, p, one, two: tf.sqrt(one), False),
+    "a mean": (lambda model, p, one, two: 0.5 * tf.reduce_mean(tf.reduce_sum(p ** 2, 1)) + tf.reduce_mean(p), False),
+}
+
+
 def targets(rows: int, *shape: int, seed: int = 3) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.5, 1.0, (rows, *shape)).astype(np.float32)
 
@@ -112,6 +152,8 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, ...]]]] = {
         "sum": targets(rows, 1), "mask": targets(rows, TOKENS, 1), "mean": targets(rows, 2)}, None)),
     "losses within a loss": (lambda: dense(lambda y, p: 0.5 * mse()(y, p) + mse()(2 * y, p)),
                              lambda rows: (numbers(rows), targets(rows, 1), None)),
+    "arithmetic": (lambda: arithmetic(ARITHMETIC["regularized"][0]),
+                   lambda rows: (numbers(rows), targets(rows, 1), None)),
     "a number": (lambda: dense(lambda y, p: tf.reduce_mean(tf.square(y - p))),
                  lambda rows: (numbers(rows), targets(rows, 1), None)),
 }
@@ -167,6 +209,19 @@ def test_a_loss_of_one_number_is_told_of(strategy: MPIStrategy, rank: int, caplo
             model.fit(numbers(BATCH), targets(BATCH, 1), batch_size=BATCH, verbose=0)
     said = [record.getMessage() for record in caplog.records if "one number for a batch" in record.getMessage()]
     assert [text.partition(":")[0] for text in said] == ([models[0].name] if rank == 0 else [])
+
+
+@pytest.mark.parametrize("case", ARITHMETIC)
+def test_a_loss_that_is_not_divided_is_told_of(case: str, strategy: MPIStrategy, rank: int,
+                                               caplog: pytest.LogCaptureFixture) -> None:
+    losses._tell.cache_clear()
+    compute, is_right = ARITHMETIC[case]
+    model, reference = both(strategy, rank, lambda: arithmetic(compute))
+    for each in (model, reference):
+        each.fit(numbers(BATCH), targets(BATCH, 1), batch_size=BATCH, verbose=0)
+    told = [text for text in caplog.messages if "the loss that a step gives to tape.gradient()" in text]
+    assert len(told) == (rank == 0 and not is_right)
+    assert is_right == np.allclose(model.get_weights()[0], reference.get_weights()[0], atol=1e-6)
 
 
 SGD = keras.optimizers.SGD

@@ -1,7 +1,5 @@
 """The logs of user-defined steps of Keras 2 (tf_keras) under MPIStrategy. Imported only if Keras 2 is in use."""
 
-import threading
-
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.engine import compile_utils, training
@@ -13,15 +11,8 @@ from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...tensorflow.bridge.types import Structure
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
-from .step_state import strategy_here
-
-
-class _Step(threading.local):
-    def __init__(self) -> None:
-        self.scaled: list[tf.Tensor] = []  # Losses that Keras has divided by the number of ranks
-
-
-_step = _Step()
+from .losses import unscaled
+from .step_state import state, strategy_here
 
 
 @replaces(compile_utils.LossesContainer, "__call__",
@@ -31,7 +22,7 @@ def compiled_loss(original: Function, self: compile_utils.LossesContainer, *args
                   **kwargs: object) -> tf.Tensor:
     loss = original(self, *args, **kwargs)
     if strategy_here() is not None:
-        _step.scaled.append(loss)
+        state.scaled.append(loss)
     return loss
 
 
@@ -40,11 +31,11 @@ def compiled_loss(original: Function, self: compile_utils.LossesContainer, *args
 def reduce_per_replica(original: Function, values: Structure, strategy: tf.distribute.Strategy,
                        reduction: str) -> Structure:
     """Return the logs of a step: means over the ranks, but sums of integer logs, because integers are counts."""
-    scaled, _step.scaled = _step.scaled, []
     if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction != "auto":
+        state.scaled.clear()
         return original(values, strategy, reduction)
-    logs = [tf.convert_to_tensor(log) * strategy.num_replicas_in_sync if any(log is loss for loss in scaled) else
-            tf.convert_to_tensor(log) for log in tf.nest.flatten(values)]
+    logs = [tf.convert_to_tensor(unscaled(log, "a log of a step")) for log in tf.nest.flatten(values)]
+    state.scaled.clear()
     for op in (Average, Sum):
         places = [i for i, log in enumerate(logs) if log.dtype.is_floating == (op is Average)]
         for i, log in zip(places, collectives.all_reduce([logs[i] for i in places], op, "logs"), strict=True):

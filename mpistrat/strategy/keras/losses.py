@@ -11,8 +11,10 @@ The functions run in a replica, while TensorFlow traces the step.
 
 import functools
 import logging
+from typing import TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ...api import runtime
@@ -20,10 +22,11 @@ from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.private_names import BaseTrainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...tensorflow.bridge.types import TensorLike
+from ...tensorflow.bridge.types import Structure, TensorLike
 from . import step_state
 from .step_state import state, strategy_here
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _loss_module = keras_trainer.loss_module
 
@@ -40,7 +43,7 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
     if state.in_compute_loss is not None and state.losses_within == 1 and reduction != "sum" \
             and tf.convert_to_tensor(values).shape.rank == 0:
         _tell_of_number(state.in_compute_loss.name)
-        if loss.shape.rank == 0 and not step_state.is_scaled(loss):
+        if loss.shape.rank == 0 and not is_scaled(loss):
             loss = _loss_module.scale_loss_for_distribution(loss)  # Keras leaves it out.
     if reduction == "sum":
         if not state.has_sums:  # A user-defined step divides the sum.
@@ -121,7 +124,7 @@ def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs:
           "num_samples = 1")
 def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
                 sample_weight: TensorLike | None = None) -> object:
-    values = step_state.unscaled(values)
+    values = unscaled(values, f"the metric {self.name!r}")
     if state.rows is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
         if values.shape.rank == 0 and state.weight is not None:
             values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
@@ -132,3 +135,112 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
             values = tf.cast(values, self.dtype)  # as Keras does; a sum of halves may overflow
             values = tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype))
     return original(self, values, sample_weight)
+
+
+# -- the losses of user-defined steps: whether they are divided by the number of ranks ---------------------------------
+# A step may add Keras' losses or multiply them by numbers. So the graph is followed from a result back to the losses:
+# the division is undone for logs, and a loss whose gradient would be wrong is told of. In eager execution there is no
+# graph, and only the losses themselves are known.
+
+_PASS_ON = ("Cast", "ExpandDims", "Identity", "Mean", "Neg", "Reshape", "Squeeze", "StopGradient", "Sum")
+_ADD = ("Add", "AddN", "AddV2", "Maximum", "Minimum", "Pack", "Sub")
+_MULTIPLY, _DIVIDE = ("Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
+_OF_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
+
+
+def is_scaled(loss: object) -> bool:
+    """Return whether a loss of this step has been divided by the number of ranks."""
+    return any(loss is scaled for scaled in state.scaled)
+
+
+def unscaled(log: T, title: str) -> T:
+    """Undo the division by the number of ranks for a loss, and for sums and multiples of losses.
+
+    Return anything else unchanged. A warning names the log by `title` if the division cannot be undone.
+    """
+    if not state.scaled or not (is_scaled(log) or tf.is_symbolic_tensor(log)):
+        return log
+    exponents = _exponents(log)
+    if not exponents:
+        _tell(title, _MIXED)
+    return tf.convert_to_tensor(log) * tf.distribute.get_strategy().num_replicas_in_sync if exponents == {1} else log
+
+
+@replaces(tf.GradientTape, "gradient", "the gradients of a loss that a step of the user's does not divide by the "
+          "number of ranks would be too large, and nothing would say so", "def gradient(self,")
+def gradient(original: Function, self: tf.GradientTape, target: Structure, sources: Structure, *args: object,
+             **kwargs: object) -> Structure:
+    strategy = strategy_here()
+    if state.rows is not None and strategy is not None and strategy.num_replicas_in_sync > 1 \
+            and any(isinstance(source, keras.Variable | tf.Variable) for source in tf.nest.flatten(sources)):
+        for loss in tf.nest.flatten(target):
+            if tf.is_symbolic_tensor(loss) and loss.shape.rank == 0:
+                exponents = _exponents(loss)
+                if not exponents or (exponents == {0} and _is_mean(loss)):
+                    _tell("the loss that a step gives to tape.gradient()", _NOT_DIVIDED if exponents else _MIXED)
+    return original(self, target, sources, *args, **kwargs)
+
+
+def _exponents(result: tf.Tensor) -> set[int]:
+    """Return the possible exponents n of the division by size^n in a result, of 0 and 1; empty if its terms differ.
+
+    Zero has both exponents, and so has a number that the step divides: the divisor may contain the number of ranks.
+    """
+    size = tf.distribute.get_strategy().num_replicas_in_sync
+    with_losses = _computed_from(state.scaled)
+
+    def of(tensor: tf.Tensor) -> set[int]:
+        if is_scaled(tensor):
+            return {1}
+        op = tensor.op
+        if op not in with_losses and (tensor.shape.rank != 0 or op.type == "Const"):
+            value = tf.get_static_value(tensor)
+            return {0} if value is None or np.any(value) else {0, 1}
+        if op.type in _DIVIDE and op not in with_losses:
+            return {0, 1}
+        if op.type in _MULTIPLY and size in map(tf.get_static_value, op.inputs):
+            return {0, 1}  # Perhaps the step itself undoes the division.
+        if op.type not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
+            return set() if op in with_losses else {0}
+        inputs = list(map(of, op.inputs))
+        if op.type in _PASS_ON:
+            return inputs[0]
+        if op.type in _ADD:
+            return set.intersection(*inputs)
+        sign = 1 if op.type in _MULTIPLY else -1
+        return {a + sign * b for a in inputs[0] for b in inputs[1]} & {0, 1}
+
+    return of(result)
+
+
+def _computed_from(tensors: list[tf.Tensor]) -> set[tf.Operation]:
+    """Return the operations that compute with the values of symbolic tensors, directly or indirectly."""
+    found: set[tf.Operation] = set()
+    waiting = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
+    while waiting:
+        new = {op for op in waiting.pop().consumers() if op.type not in _OF_SHAPES} - found
+        found |= new
+        waiting += [output for op in new for output in op.outputs]
+    return found
+
+
+def _is_mean(loss: tf.Tensor) -> bool:
+    """Return whether a loss is a mean over all rows of this rank, or the sum or a multiple of such means."""
+    op = loss.op
+    if op.type == "Mean":
+        return bool(op.inputs[0].shape.rank != 0)
+    return op.type in (*_PASS_ON, *_ADD, *_MULTIPLY) and op.type != "Sum" and any(map(_is_mean, op.inputs))
+
+
+_MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no multiple of "
+          "losses of Keras. So it depends on the number of ranks. Divide each term by the number of ranks, as does "
+          "tf.nn.scale_regularization_loss(self.losses), or use self.compute_loss().")
+_NOT_DIVIDED = ("it is a mean over this rank's rows. MPIStrategy sums gradients, so they are N times too large on N "
+                "ranks. Pass loss / strategy.num_replicas_in_sync, or use self.compute_loss() or losses of Keras, "
+                "which Keras divides.")
+
+
+@functools.cache
+def _tell(title: str, problem: str) -> None:
+    if runtime.current().topology.rank == 0 and runtime.current().settings.is_checked:
+        logger.warning("mpistrat: %s: %s", title, problem)

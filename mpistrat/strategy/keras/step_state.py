@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -20,8 +19,6 @@ from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.list_ops import loss_weighted
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
-
-T = TypeVar("T")
 
 
 class Flags:
@@ -131,16 +128,3 @@ def share(of: tf.Tensor | None = None) -> tf.Tensor:
     if total is None:
         state.total = totals[-1]
     return state.weight * size / totals[0] if of is None else tf.math.divide_no_nan(of * size, totals[0])
-
-
-def is_scaled(loss: object) -> bool:
-    """Return whether a loss of this step has been divided by the number of ranks."""
-    return any(loss is scaled for scaled in state.scaled)
-
-
-def unscaled(loss: T) -> T:
-    """Undo the division of a loss by the number of ranks. Return anything else unchanged."""
-    if not is_scaled(loss):
-        return loss
-    return tf.convert_to_tensor(loss) * tf.distribute.get_strategy().num_replicas_in_sync
-

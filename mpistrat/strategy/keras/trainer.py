@@ -40,6 +40,7 @@ from ..input import rows_in_order, state_of_first_rank, takes_from_generator
 from ..mpi_strategy import MPIStrategy
 from ..variables import RankMirroredVariable
 from . import step_state
+from .losses import unscaled
 from .optimizer import adopt
 from .step_state import state, strategy_here, strategy_of
 
@@ -79,7 +80,10 @@ def make_function(original: Function, self: keras.Model, step_function: Function
         has_rows = never_called_without_rows(self, data) if not trains else contextlib.nullcontext()
         with step_state.step_of(self, data, logs_may_differ), has_rows:
             logs = _keep_statistics_without_rows(self, lambda: step_function(data))
-            return tf.nest.map_structure(_as_tensor if logs_may_differ else _weighted, logs)
+            if logs_may_differ:
+                return tf.nest.map_structure(_as_tensor, logs)
+            return {name: _weighted(log, f"the log {name!r}") for name, log in logs.items()} \
+                if isinstance(logs, dict) else _weighted(logs, "the result of a step")
 
     function, size = original(self, step), strategy.num_replicas_in_sync
 
@@ -103,12 +107,15 @@ def _as_tensor(log: object) -> object:
     return tf.convert_to_tensor(log) if isinstance(log, keras.Variable | tf.Variable | float | int) else log
 
 
-def _weighted(log: object) -> object:
-    """Return a log as a tensor. A scalar is weighted, so that its mean over the ranks is the mean over all rows."""
-    log = _as_tensor(step_state.unscaled(log))
-    if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
-        return log
-    return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
+def _weighted(logs: Structure, title: str) -> Structure:
+    """Return logs as tensors. A scalar is weighted, so that its mean over the ranks is the mean over all rows."""
+    def weighted(log: object) -> object:
+        log = _as_tensor(unscaled(log, title))
+        if state.weight is None or not isinstance(log, tf.Tensor) or log.shape.rank != 0 or not log.dtype.is_floating:
+            return log
+        return tf.math.multiply_no_nan(log, tf.cast(step_state.share(), log.dtype))
+
+    return tf.nest.map_structure(weighted, logs)
 
 
 @replaces(keras_trainer, "reduce_per_replica",
