@@ -20,7 +20,7 @@ from ..tensorflow.ops import broadcast_
 from .bridge.compared import number
 from .bridge.measures import UNKNOWN, LocalScalar, MetricMeans, Throughput, row_count_of
 from .bridge.private_names import Callback, CalledByKeras2, Logs, all_layers, parts_of, states_in, weights_of
-from .bridge.training import in_fit, is_under_strategy, name_in_fit, optimizers_of, training_of
+from .bridge.training import is_under_strategy, name_in_fit, optimizers_of
 from .elastic import Elastic
 from .local_sgd import DiLoCo, LocalSGD
 
@@ -39,8 +39,8 @@ class BroadcastGlobalVariablesCallback(Callback):
     Input layer creates its weights in the first batch, and the callback broadcasts these weights after that batch. The
     broadcast includes the statistics of Normalization layers, and the state of further optimizers in public attributes
     of the model (a GAN). It does not include the random states of layers such as Dropout, so ranks that call
-    keras.utils.set_random_seed(seed + rank()) drop different units. The callback logs a warning if each rank trains
-    alone: the optimizer is not distributed, or the steps of the first epoch do not communicate.
+    keras.utils.set_random_seed(seed + rank()) drop different units. fit logs a warning if each rank trains alone: the
+    optimizer is not distributed, or the steps of the first epoch do not communicate.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -53,11 +53,9 @@ class BroadcastGlobalVariablesCallback(Callback):
         process_set: The process set of the constructor.
         first_steps: Checks, set by fit, that compare the weights of the ranks in the first reductions of each
             optimizer. The checks begin after the broadcast.
-        has_users_own: Whether fit has callbacks of user-defined classes, which may average weights. Set by fit.
     """
 
     first_steps: Sequence[FirstSteps] = ()
-    has_users_own = False
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
@@ -65,8 +63,6 @@ class BroadcastGlobalVariablesCallback(Callback):
         self.root_rank, self.process_set = root_rank, resolved(process_set)
         self.local = IdentitySet(local_variables or ())
         self._sent, self._is_first_batch = 0, True
-        self._why = self._advice = ""  # The warning that each rank trains alone, and what to do about it
-        self._executed: int | None = None  # The number of operations before an epoch that must average
 
     def register_local_var(self, variable: Variable) -> None:
         """Exclude this variable from the broadcast."""
@@ -78,7 +74,6 @@ class BroadcastGlobalVariablesCallback(Callback):
         if optimizer is not None and self.model.built and self.model.trainable_variables:
             build(optimizer, self.model.trainable_variables)
         self._broadcast(self._variables())
-        self._look_for_averaging()
         for first_steps in self.first_steps:
             first_steps.is_paused = not self.model.built
 
@@ -93,16 +88,6 @@ class BroadcastGlobalVariablesCallback(Callback):
         for first_steps in self.first_steps:
             first_steps.is_paused = False
 
-    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        if not self._is_first_batch:
-            self._require_averaging()
-
-    def on_train_end(self, logs: Logs = None) -> None:
-        before = self._why
-        self._require_averaging()
-        if before:
-            self._warn(before)  # Again, at the end of the output
-
     def _variables(self, has_begun: bool = False) -> list[keras.Variable]:
         """Return the weights and the optimizer's state; with `has_begun`, also the state of further optimizers."""
         optimizer = self.model.optimizer
@@ -116,40 +101,56 @@ class BroadcastGlobalVariablesCallback(Callback):
         if self.process_set.has_others():
             broadcast_state(self.model, variables, self.root_rank, self.process_set)
 
-    def _look_for_averaging(self) -> None:
-        """Warn now if nothing can average: neither the train step, the optimizer nor a callback is user-defined.
 
-        If user-defined code may average, let `_require_averaging` decide after the first epoch.
-        """
-        model = self.model
-        self._why, self._advice, self._executed = "", "", None
-        if not self.process_set.has_others() or training_of(model) is not None or model in in_fit:
-            return
-        is_known = type(model).train_step.__module__.partition(".")[0] in KERASES and model.optimizer is not None \
-            and all(package_of(type(part)) in KERASES for part in parts_of(model.optimizer))
-        if is_known:
-            name = type(model.optimizer).__name__
+class AveragingCheck(Callback):
+    """Warns if each rank trains alone, although `sign` says that the ranks train one model. Local.
+
+    fit adds this callback as the last. It warns when training begins if nothing can average: neither the train step,
+    the optimizer nor a callback is user-defined (`has_users_own`). Otherwise it warns after the first epoch if no
+    operation of the epoch, with the callbacks at its end, can have averaged anything.
+    """
+
+    def __init__(self, sign: str, process_set: ProcessSet, has_users_own: bool):
+        super().__init__()
+        self._sign, self._process_set, self._has_users_own = sign, process_set, has_users_own
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        optimizer = self.model.optimizer
+        self._is_first_epoch, self._why = True, ""
+        self._executed: int | None = _executed()  # The number of operations before an epoch that must average
+        self._advice = ("no training step has called a collective. Give compile() an hvd.DistributedOptimizer, or wrap "
+                        "the tape of a train_step in hvd.DistributedGradientTape.")
+        if type(self.model).train_step.__module__.partition(".")[0] in KERASES and optimizer is not None \
+                and all(package_of(type(part)) in KERASES for part in parts_of(optimizer)):
+            name = type(optimizer).__name__
             self._advice = (
                 f"the optimizer of compile() is {name}, which does not average gradients. Write "
                 f"model.compile(hvd.DistributedOptimizer(keras.optimizers.{name}(...)), ...) wherever the script "
                 "compiles, or use hvd.load_model(path) in place of keras.models.load_model(path).")
-            if not self.has_users_own:
-                self._warn(self._advice)
-                return
-        self._executed = _executed()
+            if not self._has_users_own:
+                self._warn()
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        if not self._is_first_epoch:
+            self._require_averaging()
+        self._is_first_epoch = False
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        before = self._why
+        self._require_averaging()
+        if before:
+            self._warn()  # Again, at the end of the output
 
     def _require_averaging(self) -> None:
-        """Warn if no operation in the first epoch, or in the callbacks at its end, can have averaged anything."""
-        if self._executed is not None and self._executed == _executed():
-            self._warn(self._advice or "no training step has called a collective. Give compile() an "
-                       "hvd.DistributedOptimizer, or wrap the tape of a train_step in hvd.DistributedGradientTape.")
+        if not self._why and self._executed == _executed():
+            self._warn()
         self._executed = None
 
-    def _warn(self, why: str) -> None:
-        self._why = why
-        if self.process_set.rank() == 0:
-            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although fit has a "
-                           "BroadcastGlobalVariablesCallback: %s The weights of the ranks drift apart.", why)
+    def _warn(self) -> None:
+        self._why = self._advice
+        if self._process_set.rank() == 0:
+            logger.warning("mpistrat: EACH RANK TRAINS A MODEL OF ITS OWN, although %s: %s The weights of the ranks "
+                           "drift apart.", self._sign, self._why)
 
 
 _uncounted = 0

@@ -231,11 +231,20 @@ def broadcast_(variables: Sequence[Variable], root_rank: int, name: str | None =
         return [tf.identity(variable) for variable in variables]
 
 
+_broadcast: "weakref.WeakValueDictionary[int, Variable]" = weakref.WeakValueDictionary()  # By id()
+
+
+def was_broadcast(variable: Variable) -> bool:
+    """Return whether this rank has taken part in a broadcast of a variable, or of the tf.Variable in it. Local."""
+    return id(variable) in _broadcast or id(getattr(variable, "value", None)) in _broadcast
+
+
 def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None,
                  process_set: ProcessSet) -> list[object]:
     number = number_of(process_set, "Broadcast")
     if not variables:
         return []
+    _broadcast.update((id(variable), variable) for variable in variables)
     name = name_of("broadcast_variables", name, number)
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name,
                             tuple(map(label_of, variables)), number)

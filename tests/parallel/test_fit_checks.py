@@ -728,6 +728,25 @@ def test_ranks_that_train_alone_beside_a_broadcast_are_warned_of(name: str, rank
     assert all(said in text and "has a BroadcastGlobalVariablesCallback: " in text for text in texts)
 
 
+@pytest.mark.parametrize("sign", ["broadcast", "metric", "earlier fit", "none"])
+def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(sign: str, rank: int,
+                                                                   caplog: pytest.LogCaptureFixture) -> None:
+    model, callbacks = new_model(), [hvd.callbacks.MetricAverageCallback()] * (sign == "metric")
+    if sign == "broadcast":
+        hvd_tf.broadcast_variables([weight.value for weight in model.weights], 0)
+    if sign == "earlier fit":
+        model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", jit_compile=False)
+        fit(model, rank, [BroadcastCallback(0)])
+    model.compile(sgd(), loss="mse", jit_compile=False)
+    for _ in range(2):
+        fit(model, rank, callbacks)
+    said = {"broadcast": "the script has broadcast", "metric": "fit has a MetricAverageCallback: the optimizer of",
+            "earlier fit": "an earlier fit of the model", "none": ""}[sign]
+    texts = [text for text in caplog.messages if "EACH RANK TRAINS A MODEL OF ITS OWN" in text]
+    assert len(texts) == (0 if rank or not said else 4 if sign == "metric" else 2)  # twice in each fit, or in the first
+    assert all(f"although {said}" in text for text in texts)
+
+
 class Average(keras.callbacks.Callback):
     """Averages the weights by hand when an epoch ends, as federated learning does."""
 

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -26,14 +27,21 @@ from ...process import step_timer
 from ...process.step_timer import StepTimer
 from ...tensorflow.bridge.names import eager
 from ...tensorflow.consistency import some_rows
-from ...tensorflow.kerases import is_keras2, is_of_keras
-from ...tensorflow.ops import broadcast_
+from ...tensorflow.kerases import is_keras2, is_of_keras, package_of
+from ...tensorflow.ops import broadcast_, was_broadcast
 from ..bridge.compared import layers_of_inputs
 from ..bridge.measures import AverageMetrics, FitThroughput, row_count_of
 from ..bridge.patches import Function, bound, replaces
-from ..bridge.private_names import Callback, Logs, TensorFlowTrainer
-from ..bridge.training import AverageStatistics, DistributedTraining, Training, in_fit, training_of
-from ..callbacks import BroadcastGlobalVariablesCallback
+from ..bridge.private_names import Callback, Logs, TensorFlowTrainer, weights_of
+from ..bridge.training import (
+    AverageStatistics,
+    DistributedTraining,
+    Training,
+    in_fit,
+    is_under_strategy,
+    training_of,
+)
+from ..callbacks import AveragingCheck, BroadcastGlobalVariablesCallback
 from ..clone import follow_ranks
 from ..elastic import Elastic, run_fit
 from ..local_sgd import LOCAL_SGD, LocalTraining, PeriodicAveraging
@@ -73,21 +81,23 @@ def _say_that_nothing_commits(remedy: str) -> None:
                    "after each loss of a rank. %s", remedy)
 
 
+_trained_together: "WeakSet[keras.Model]" = WeakSet()
+_checked: "WeakSet[keras.Model]" = WeakSet()
+
+
 def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArguments) -> Any:
-    given: Any = call.arguments.get("callbacks")
-    users, timer = users_callbacks(given), step_timer.current()
-    has_own = any(map(is_users, users))
-    for callback in users:
-        if isinstance(callback, BroadcastGlobalVariablesCallback):
-            callback.has_users_own = has_own
+    users, timer = users_callbacks(call.arguments.get("callbacks")), step_timer.current()
     averaging = trains_apart(users)
     training = training_of(model) if averaging is None else averaging.training(model)
     if averaging is None:
         _require_no_averaging(training, users)
     if training is not None and not training.is_under_strategy:
         follow_ranks(model)
+    if training is None and (check := _averaging_check(model, users)):
+        return _fit_with([check], [*users, check], original, model, call)
     if training is None or not (training.process_set.has_others() or timer):
         return original(*call.args, **call.kwargs)
+    _trained_together.add(model)
     if training.shards_state and any(is_of_keras(callback, "SwapEMAWeights") for callback in users):
         raise InvalidRequestError("SwapEMAWeights does not work with a sharded optimizer, which on each rank has "
                                   "moving averages of a part of the weights only. Use hvd.DistributedOptimizer, "
@@ -101,29 +111,56 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         users = wrapped
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
-    before, is_list = in_fit.get(model), is_of_keras(given, "CallbackList")
-    listed = given.callbacks if is_list else None
+    before = in_fit.get(model)
     try:
         in_fit[model] = training
-        if is_list:
-            for callback in own:
-                callback.set_params(given.params)
-                callback.set_model(model)
-            given.callbacks = [*own, *users]
-            given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
-        else:
-            call.arguments["callbacks"] = [*own, *users]
-        return original(*call.args, **call.kwargs)
+        return _fit_with(own, [*own, *users], original, model, call)
     finally:
-        call.arguments["callbacks"] = given
-        if is_list:
-            given.callbacks = listed
         if before is None:
             del in_fit[model]
         else:
             in_fit[model] = before
         if timer is not None:
             timer.is_in_fit = False
+
+
+def _fit_with(new: list[Callback], callbacks: list[Callback], original: Function, model: keras.Model,
+              call: inspect.BoundArguments) -> Any:
+    """Call Keras' fit with `callbacks` in place of those of the call. `new`: Those that Keras has not seen yet."""
+    given: Any = call.arguments.get("callbacks")
+    is_list = is_of_keras(given, "CallbackList")
+    listed = given.callbacks if is_list else None
+    try:
+        if is_list:
+            for callback in new:
+                callback.set_params(given.params)
+                callback.set_model(model)
+            given.callbacks = callbacks
+            given._should_call_train_batch_hooks = True  # Keras 2 sets it when the list is made.
+        else:
+            call.arguments["callbacks"] = callbacks
+        return original(*call.args, **call.kwargs)
+    finally:
+        call.arguments["callbacks"] = given
+        if is_list:
+            given.callbacks = listed
+
+
+def _averaging_check(model: keras.Model, callbacks: list[Callback]) -> AveragingCheck | None:
+    """Return a check that the ranks do not train alone, if they seem to train together a model without a Training."""
+    if model in in_fit or is_under_strategy(model) or not runtime.is_initialized():
+        return None
+    own = next((callback for callback in callbacks if package_of(type(callback)) == "mpistrat"), None)
+    process_set = getattr(own, "process_set", global_process_set)
+    if own is not None:
+        sign = f"fit has a {type(own).__name__}"
+    elif model in _checked or not (model in _trained_together or any(map(was_broadcast, weights_of(model)))):
+        return None  # A script that averages weights itself after each fit is told once.
+    else:
+        _checked.add(model)
+        sign = "an earlier fit of the model averaged gradients" if model in _trained_together else \
+            "the script has broadcast the model's weights (unless the script averages them itself after fit)"
+    return AveragingCheck(sign, process_set, any(map(is_users, callbacks))) if process_set.has_others() else None
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
