@@ -4,7 +4,8 @@ This module does not import the libraries of arrays, because a caller that passe
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, SupportsInt, TypeGuard, cast
 
 import numpy as np
@@ -81,11 +82,36 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
         raise InvalidRequestError(f'uneven must be "drop" or "pad". Received: {uneven!r}')
     if not data:
         raise InvalidRequestError("shard() takes at least one array or dataset.")
-    topology = resolved(process_set).group("shard()").topology
+    process_set = resolved(process_set)
+    topology = process_set.group("shard()").topology
     _check_counts(data, topology.size)
+    arrays = [each for part in data for each in (part.values() if isinstance(part, Mapping) else [part])]
+    _samples[process_set.process_set_id].extend(_sample(each) for each in arrays if isinstance(each, np.ndarray))
     parts = tuple(_part(argument, topology.rank, topology.size, uneven, _title(number))
                   for number, argument in enumerate(data))
     return parts if len(parts) > 1 else parts[0]
+
+
+# The means of a few rows of each of the latest arrays that shard() divided, by process set.
+_samples: defaultdict[int | None, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=8))
+
+
+def _sample(array: np.ndarray) -> tuple[float, ...]:
+    if array.dtype.kind not in "biuf":
+        return ()
+    rows = array[np.linspace(0, len(array) - 1, min(len(array), 16)).astype(np.int64)]
+    return tuple(rows.reshape(len(rows), -1).mean(1, dtype=np.float64).tolist())
+
+
+def samples_of(process_set: ProcessSet) -> tuple[tuple[float, ...], ...]:
+    """Return samples of the arrays that this rank has divided since the last call. Local."""
+    return tuple(_samples.pop(process_set.process_set_id, ()))
+
+
+def are_alike(of_ranks: Sequence[tuple[tuple[float, ...], ...]]) -> bool:
+    """Return whether the ranks' samples_of are equal up to rounding, as far as all ranks have divided arrays."""
+    return all(len(set(map(len, samples))) == 1 and np.allclose(samples, samples[0], 1e-3, 1e-6, equal_nan=True)
+               for samples in zip(*of_ranks, strict=False))
 
 
 def _title(number: int) -> str:

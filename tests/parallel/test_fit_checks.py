@@ -728,6 +728,18 @@ def test_ranks_that_train_alone_beside_a_broadcast_are_warned_of(name: str, rank
     assert all(said in text and "has a BroadcastGlobalVariablesCallback: " in text for text in texts)
 
 
+@pytest.mark.parametrize("way", ["permuted", "rounded"])
+def test_arrays_that_differ_before_shard_are_warned_of(way: str, rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    x = np.random.default_rng(rank).permutation(x) if way == "permuted" else x * (1 + rank * 2e-7)
+    model = new_model()
+    model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", jit_compile=False)
+    for _ in range(2):
+        model.fit(hvd.shard(x), hvd.shard(np.ones(ROWS)), batch_size=BATCH, verbose=0, callbacks=[BroadcastCallback(0)])
+    told = [text for text in caplog.messages if "hvd.shard() got arrays that differ among the ranks" in text]
+    assert len(told) == (2 if way == "permuted" and rank == 0 else 0)
+
+
 @pytest.mark.parametrize("sign", ["broadcast", "metric", "earlier fit", "none"])
 def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(sign: str, rank: int,
                                                                    caplog: pytest.LogCaptureFixture) -> None:

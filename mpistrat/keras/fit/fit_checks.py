@@ -18,6 +18,7 @@ from typing import Any
 import keras
 
 from ...api import array_ops, runtime
+from ...api.sharding import are_alike, samples_of
 from ...core.errors import CollectiveError, MismatchError
 from ...core.topology import describe_by_rank, rank_list
 from ...tensorflow.bridge.types import Variable
@@ -74,6 +75,7 @@ class Begin:
     rates: tuple[tuple[str, float], ...] = ()
     total: bytes = b""  # A digest of the weights. For a strategy only.
     settings: str = ""  # How the ranks average their weights; "" if the weights are the same in every step
+    divided: tuple[tuple[float, ...], ...] = ()  # Samples of the arrays that shard() has divided
 
     def __str__(self) -> str:
         return "begin to train"
@@ -306,7 +308,8 @@ class FitChecks(Callback):
             params.get("steps"), params.get("epochs"), len(weights_of(self.model)),
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
-            training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings)
+            training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings,
+            divided=samples_of(training.process_set))
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
@@ -325,6 +328,10 @@ class FitChecks(Callback):
             logger.warning("mpistrat: fit%s: %s", self._numbering(), warning)
         if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
+        if self._process_set.rank() == 0 and not are_alike([begin.divided for begin in begins]):
+            logger.warning("mpistrat: fit%s: hvd.shard() got arrays that differ among the ranks, so some rows may be "
+                           "on several ranks, and others on none. Shuffle after hvd.shard(), or with one seed on all "
+                           "ranks.", self._numbering())
         # With "join" the ranks may have different steps.
         if any(begin.compares_weights for begin in begins) and not self._training.joins:
             self._weights_to_compare = _COMPARED_STEPS
