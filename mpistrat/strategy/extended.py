@@ -53,6 +53,7 @@ class RankExtended(tf.compat.v1.distribute.StrategyExtended):
         super().__init__(strategy)
         self._options, self.gradient_options = options, gradient_options
         self._device, self.random_per_rank = device, random_per_rank
+        self.replicas_reduce = False  # Whether a replica has called all_reduce, perhaps for gradients
         self._known = runtime.current().topology
         self._input = input.Pipelines(strategy, lambda: self._topology, device)
         self.slots = Slots(strategy, variables)
@@ -285,7 +286,9 @@ class RankReplicaContext(tf.distribute.ReplicaContext):
         """
         if not tf.nest.flatten(value):
             return super().all_reduce(reduce_op, value, options)
-        return self.strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
+        extended = self.strategy.extended  # Scalars are losses and counts, and no gradients.
+        extended.replicas_reduce |= any(getattr(each, "shape", ()) != () for each in tf.nest.flatten(value))
+        return extended._replica_ctx_all_reduce(reduce_op, value, options)
 
     def all_gather(self, value: Structure, axis: int, options: CommunicationOptions | None = None) -> Structure:
         """Concatenate the replicas' values along `axis`. The sizes of `axis` may differ. Collective, differentiable.

@@ -106,6 +106,25 @@ def test_the_same_data_on_all_ranks_are_warned_of(is_same: bool, strategy: MPISt
     assert all("distribute_datasets_from_function" in text for text in found)
 
 
+@pytest.mark.usefixtures("no_warning_yet")
+def test_gradients_that_a_replica_reduces_are_no_sign_of_the_same_data(strategy: MPIStrategy, rank: int, size: int,
+                                                                       caplog: pytest.LogCaptureFixture) -> None:
+    with strategy.scope():
+        weights, optimizer = keras.Variable(tf.ones(3)), keras.optimizers.SGD(1.0)
+
+    @tf.function
+    def step() -> None:
+        gradient = tf.distribute.get_replica_context().all_reduce("sum", [tf.constant([4.0, 0.0, rank])])
+        clipped, _ = tf.clip_by_global_norm(gradient, 1.0)
+        optimizer.apply([clipped[0] / size], [weights])
+
+    for _ in range(4):
+        strategy.run(step)
+    whole = np.array([4.0 * size, 0.0, size * (size - 1) / 2])
+    assert_close(weights.numpy(), 1 - 4 * whole / np.linalg.norm(whole), 1e-6)
+    assert not any("the same data" in text for text in caplog.messages)
+
+
 def test_a_users_arrays_are_not_written_to(strategy: MPIStrategy, rank: int) -> None:
     model, _ = both(strategy, rank)
     x, y = global_data(60)

@@ -29,6 +29,7 @@ from ...keras.optimizers.optimizer import Applying, class_with
 from ...keras.sharded.shard_state import OptimizerState
 from ...keras.sharded.sharded_optimizer import Sharded, require_update_step
 from ...tensorflow import files
+from ...tensorflow.async_op.submission import Observer
 from ...tensorflow.bridge.names import OptimizerName, eager
 from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.consistency import FirstSteps, require_equal_weights
@@ -62,6 +63,10 @@ class RowReducer(GradientReducer):
     @cached_property
     def checks(self) -> FirstSteps:
         return FirstSteps(self.name, way_out=_OWN_ROWS)
+
+    def _observer(self, *args: Any) -> Observer | None:
+        # The observer finds ranks with the same data, and gradients that a replica has reduced are always the same.
+        return None if tf.distribute.get_strategy().extended.replicas_reduce else super()._observer(*args)
 
     def require_no_strategy(self) -> None:
         """Do nothing: this reducer belongs to a strategy."""
