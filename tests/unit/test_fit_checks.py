@@ -50,7 +50,7 @@ def test_ranks_may_begin_like_this(other: Begin) -> None:
     [BEGIN, replace(BEGIN, readers=("EarlyStopping",))], [Progress(2), Progress(2)],
     [Progress(2, True, " (stopped by EarlyStopping)"), Progress(2, True)]], ids=["begin", "go on", "end"])
 def test_ranks_are_together(states: list) -> None:
-    assert problem_between_epochs(states) == ""
+    assert problem_between_epochs(states, False) == ""
 
 
 @pytest.mark.parametrize(("states", "said", "advice"), [
@@ -62,7 +62,7 @@ def test_ranks_are_together(states: list) -> None:
     ([Step(0, 2, ()), Step(0, 1, ())], "ranks [0] begin step 2 of epoch 1; ranks [1] go on to epoch 1.", "the same e")],
     ids=["one stops", "one begins anew", "one is in a step", "other steps"])
 def test_ranks_that_are_not_together_are_named(states: list, said: str, advice: str) -> None:
-    problem = problem_between_epochs(states)
+    problem = problem_between_epochs(states, False)
     assert said in problem
     assert advice in problem
 

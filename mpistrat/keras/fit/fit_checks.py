@@ -74,6 +74,7 @@ class Begin:
     # The optimizers' rates, with labels. For a strategy only; without a strategy the first step compares them.
     rates: tuple[tuple[str, float], ...] = ()
     total: bytes = b""  # A digest of the weights. For a strategy only.
+    is_under_strategy: bool = False
     settings: str = ""  # How the ranks average their weights; "" if the weights are the same in every step
     divided: tuple[tuple[float, ...], ...] = ()  # Samples of the arrays that shard() has divided
 
@@ -176,6 +177,9 @@ def problem_at_begin(begins: Sequence[Begin]) -> str:
     if len({begin.joins for begin in begins}) > 1:
         return f"only some ranks pass uneven='join': {_by_rank(begins, 'joins')}. Pass the same value on all ranks."
     steps = {begin.steps for begin in begins if begin.steps is not None}
+    if len(steps) > 1 and begins[0].is_under_strategy:
+        return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. MPIStrategy "
+                "divides each global batch: pass the same data, batch_size= and steps_per_epoch= on all ranks.")
     if len(steps) > 1 and not begins[0].joins:
         return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. Ranks with more "
                 "steps would wait for gradients of the others. Give each rank the same number of rows: x, y = "
@@ -204,15 +208,15 @@ def _by_rank(begins: Sequence[Begin], name: str) -> str:
     return describe_by_rank(["unknown" if value is None else value for value in values])
 
 
-def problem_between_epochs(states: Sequence[State]) -> str:
+def problem_between_epochs(states: Sequence[State], is_under_strategy: bool) -> str:
     """Return the error message if ranks are at different places in fit; "" otherwise."""
     if len({(type(s), getattr(s, "epochs", 0), getattr(s, "step", 0), getattr(s, "has_ended", False))
             for s in states}) == 1:
         return ""
     if any(isinstance(state, Progress) and state.cause for state in states):
-        advice = ("A rank that stops alone leaves the others without its gradients. Give all ranks the same callbacks, "
-                  "with hvd.callbacks.MetricAverageCallback() before the callbacks that read metrics, so that all "
-                  "ranks read the same metrics.")
+        advice = ("A rank that stops alone leaves the others without its gradients. Give all ranks the same callbacks"
+                  + ("." if is_under_strategy else ", with hvd.callbacks.MetricAverageCallback() before the callbacks "
+                     "that read metrics, so that all ranks read the same metrics."))
     else:
         advice = "Call fit with the same epochs=, initial_epoch= and callbacks on all ranks."
     return f"the ranks are at different places in fit: {describe_by_rank(states, 'ranks {ranks} {value}')}. {advice}"
@@ -296,9 +300,9 @@ class FitChecks(Callback):
         saves = schedules_of(self._callbacks)
         if training.is_under_strategy:
             total = b"".join(digests_of_weights(self._trained())) if self._is_checked else b""
-            return Begin(None, params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
+            return Begin(params.get("steps"), params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
-                         total=hashlib.blake2b(total, digest_size=8).digest())
+                         total=hashlib.blake2b(total, digest_size=8).digest(), is_under_strategy=True)
         adapted: tuple[Adapted, ...] = ()
         if self._is_checked:
             layers = IdentitySet(all_layers(self.model))
@@ -342,9 +346,10 @@ class FitChecks(Callback):
             and not any(begin.accumulates for begin in begins) and not self._training.is_under_strategy
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """With uneven="join", raise MismatchError if the ranks' epochs differ. Without it the first step does so."""
-        if self._is_checked and self._training.joins:
-            self._exchange(Progress(epoch))  # Also in the first: initial_epoch may differ.
+        """Raise MismatchError if the ranks' epochs differ, with "join" or a strategy; else the first step does so."""
+        is_later = self._epochs is not None
+        if self._is_checked and (self._training.joins or (self._training.is_under_strategy and is_later)):
+            self._exchange(Progress(epoch))  # With "join" also in the first: initial_epoch may differ.
         self._epochs, self._batches, self._compares_rates = epoch, 0, not self._training.is_under_strategy
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -400,7 +405,9 @@ class FitChecks(Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Raise MismatchError on every rank, unless all ranks end training after the same epoch."""
-        if self._is_checked and not self._training.is_under_strategy:
+        # Under a strategy the ranks know that all of them end after the last epoch.
+        is_early = (self._epochs or 0) < ((self.params or {}).get("epochs") or 0)
+        if self._is_checked and (is_early or not self._training.is_under_strategy):
             self._exchange(Progress(self._epochs or 0, True, self._cause()))
 
     def require_equal_weights(self, place: str) -> None:
@@ -426,7 +433,7 @@ class FitChecks(Callback):
         states: list[Any]
         states, of_ranks = array_ops.exchange(state, marks, f"{self._name}/fit", self._process_set)
         are_begins = all(isinstance(each, Begin) for each in states)
-        if not are_begins and (problem := problem_between_epochs(states)):
+        if not are_begins and (problem := problem_between_epochs(states, self._training.is_under_strategy)):
             raise MismatchError(f"fit{self._numbering()}: {problem}")
         return states, of_ranks
 
