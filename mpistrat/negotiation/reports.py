@@ -18,8 +18,8 @@ from .subtree import Pending, Subtree, depth_of
 # What to write in a script whose ranks run different numbers of steps.
 _EQUAL_STEPS = "hvd.shard(x, y) gives every rank equally many rows, or call hvd.join() after the last step"
 _CAUSES = ("Every rank must call the same collectives with the same names: look for one under `if rank == 0` or in a "
-           "callback of some ranks (a save, a validation and metrics may contain one), and for loops of different "
-           f"length ({_EQUAL_STEPS}).")
+           "callback of some ranks (a save, a validation, metrics and a variable made in strategy.scope() may contain "
+           f"one), and for loops of different length ({_EQUAL_STEPS}).")
 _FAILURES = "how many executions of the tf.function have ended in an error"
 
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def describe_ended(topology: Topology, name: str, pending: Pending, lost: Sequen
     after = ", ".join(map(str, sorted({completed[rank] for rank in lost})))
     return (f"{name}: ranks {topology.listed(pending.present())} wait for ranks {topology.listed(lost)}, which have "
             f"already shut down (after {after} operations). They ended early (sys.exit?), or a collective is under "
-            "`if rank() == 0` (a save and a validation may contain one), or the ranks ran different numbers of steps: "
-            f"give every rank the same number ({_EQUAL_STEPS}).")
+            "`if rank() == 0` (a save, a validation and a variable made in strategy.scope() may contain one), or the "
+            f"ranks ran different numbers of steps: give every rank the same number ({_EQUAL_STEPS}).")
 
 
 # -- ranks that wait for others ----------------------------------------------------------------------------------------
