@@ -45,10 +45,15 @@ def all_gather(values: Sequence[TensorLike], axis: int) -> list[tf.Tensor]:
     Raises ValueError: A value has no such axis. GatherError, or in a graph
     InvalidArgumentError: On every rank, if the values differ in dtype, number of axes or the size of another axis.
     """
-    tensors, axis = [tf.convert_to_tensor(v) for v in values], tf.get_static_value(axis)
-    for shape in (tensor.shape for tensor in tensors):
-        if shape.rank is not None and axis not in range(-shape.rank, shape.rank):
-            raise ValueError(f"a tensor of shape {shape} has no axis {axis} to gather along. Reshape a scalar to (1,).")
+    tensors = [tf.convert_to_tensor(v) for v in values]
+    if (known := tf.get_static_value(axis)) is None:
+        raise ValueError(f"axis must be a number that is known when a tf.function is traced. Received: {axis}")
+    axis = int(known)
+    for tensor in tensors:
+        rank = tensor.shape.rank
+        if rank is not None and axis not in range(-rank, rank):
+            raise ValueError(f"a tensor of shape {tensor.shape} has no axis {axis} to gather along. Reshape a scalar "
+                             "to (1,).")
     if runtime.current().topology.size == 1 or not tensors:
         return tensors
     fronts = [_swapped(tensor, axis) for tensor in tensors]

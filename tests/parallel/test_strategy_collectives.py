@@ -71,6 +71,8 @@ def test_a_value_without_the_axis_cannot_be_gathered(strategy: MPIStrategy) -> N
     for value, axis in ((1.0, 0), ([1.0], 1), ([[1.0]], -3)):
         with pytest.raises(ValueError, match=rf"has no axis {axis} to gather along. Reshape a scalar to \(1,\)"):
             strategy.gather(tf.constant(value), axis)
+    with pytest.raises(ValueError, match=r"known when a tf\.function is traced"):
+        tf.function(lambda axis: strategy.gather(tf.zeros([2, 2]), axis))(tf.constant(0))
 
 
 @each_way
