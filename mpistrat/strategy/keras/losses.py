@@ -193,7 +193,7 @@ def _exponents(result: tf.Tensor) -> set[int]:
         if is_scaled(tensor):
             return {1}
         op = tensor.op
-        if op not in with_losses and (tensor.shape.rank != 0 or op.type == "Const"):
+        if op not in with_losses and op.type != "Pack" and (tensor.shape.rank != 0 or op.type == "Const"):
             value = tf.get_static_value(tensor)
             return {0} if value is None or np.any(value) else {0, 1}
         if op.type in _DIVIDE and op not in with_losses:
