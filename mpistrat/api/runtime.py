@@ -23,7 +23,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..core import annotations, forked, handle, signal_handlers
 from ..core.errors import InvalidRequestError, MpistratError, NotInitializedError, SettingsError
@@ -127,7 +127,8 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     initialise MPI (mpi4py.rc.initialize = False), init() initialises MPI. MPI is finalised when Python exits.
 
     Args:
-        comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks.
+        comm: A list of ranks of MPI_COMM_WORLD, or an mpi4py communicator. Default: all ranks. Other ranks in a
+            repeated call have no effect, and cause a warning.
         process_sets: Process sets to register, the same on all ranks. "dynamic" is accepted as in Horovod, and ignored.
 
     Raises:
@@ -144,7 +145,7 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
     runtime = _connect(comm)
     if not process_sets or process_sets == "dynamic":
         return
-    if isinstance(process_sets, str):
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
         raise InvalidRequestError('process_sets must be a list of ProcessSet, or "dynamic". '
                                   f"Received: {process_sets!r}")
     runtime.registry.add([each for each in process_sets if getattr(each, "process_set_id", None) is None])
@@ -155,6 +156,8 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
     global _runtime
     with _lock:
         if _runtime is not None:
+            if comm is not None:
+                _warn_of_ranks(comm, _runtime)
             return _runtime
         began = time.monotonic()
         size, launcher = launched_size(os.environ)
@@ -187,6 +190,16 @@ def _connect(comm: "MPI.Comm | Iterable[int] | None") -> Job:
              "worker" if topology.rank else "chief", topology.local_rank, topology.local_size, topology.host,
              topology.size, len(topology.hosts), ", ".join(topology.hosts), time.monotonic() - began)
     return runtime
+
+
+def _warn_of_ranks(comm: "MPI.Comm | Iterable[int]", runtime: Job) -> None:
+    """Log a warning on rank 0 if the argument of a repeated init() has other ranks than the job. Local."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    ranks = [0] if runtime.comm is None else mpi_library.ranks_in(runtime.comm, mpi.COMM_WORLD)
+    given = mpi_library.ranks_in(cast("MPI.Comm", comm), mpi.COMM_WORLD) if hasattr(comm, "Get_group") else sorted(comm)
+    if given != ranks and runtime.topology.rank == 0:
+        logger.warning("mpistrat: init(comm=%s) has no effect, because the job has begun, with the ranks %s of "
+                       "MPI_COMM_WORLD. For other ranks call shutdown() first.", given, ranks)
 
 
 def shutdown() -> None:

@@ -72,9 +72,11 @@ def test_the_global_process_set_is_all_ranks(door: str, rank: int, size: int) ->
 
 
 @pytest.mark.horovod("init-again")
-def test_a_second_init_does_nothing(rank: int, size: int) -> None:
-    mpistrat.init()
-    mpistrat.init(comm=[0])
+def test_a_second_init_does_nothing(rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    for comm, is_told in ((None, False), (range(size), False), (MPI.COMM_WORLD, False), ([0, 9], rank == 0)):
+        caplog.clear()
+        mpistrat.init(comm=comm)
+        assert is_told == bool(caplog.text) == ("init(comm=[0, 9]) has no effect, because the job has" in caplog.text)
     assert (mpistrat.rank(), mpistrat.size()) == (rank, size)
 
 
