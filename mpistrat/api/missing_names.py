@@ -25,6 +25,7 @@ EVERYWHERE = {
     "runner": RUNNER,
     "mpi_lib": INTERNAL + "The collectives and queries are functions of this module.",
     "HorovodInternalError": "use mpistrat.CollectiveError.",
+    "Mean": "use Average.",
     **dict.fromkeys(["gradient_aggregation", "gradient_aggregation_eager"], _PASSES),
     **dict.fromkeys(["check_extension", "check_installed_version"],
                     INTERNAL + "`mpistrat doctor` shows what this machine has."),
@@ -86,7 +87,10 @@ def explain(module: str, absent: Mapping[str, str] | None = None) -> Callable[[s
             found = vars(sys.modules[module])
             known = found.get("__all__") or [each for each, value in found.items()
                                              if not each.startswith("_") and not isinstance(value, ModuleType)]
-            text += "".join(f". Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+            inner = {public: f"{each}.{public}" for each in known if isinstance(found.get(each), ModuleType)
+                     for public in found[each].__all__ if public not in known}
+            text += "".join(f". Did you mean {inner.get(near, near)}?"
+                            for near in difflib.get_close_matches(name, [*known, *inner], 1))
         raise AttributeError(text)
 
     return find

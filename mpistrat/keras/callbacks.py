@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from ..api import missing_names, runtime
 from ..api.process_sets import ProcessSet, global_process_set, resolved
+from ..core.errors import InvalidRequestError
+from ..tensorflow.bridge.arguments import checked
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.consistency import FirstSteps
 from ..tensorflow.kerases import KERASES, IdentitySet, build, is_of_keras, package_of, variables_of, velocities_of
@@ -57,6 +59,7 @@ class BroadcastGlobalVariablesCallback(Callback):
 
     first_steps: Sequence[FirstSteps] = ()
 
+    @checked
     def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Variable] | None = None,
                  process_set: ProcessSet = global_process_set):
         super().__init__()
@@ -205,6 +208,7 @@ class MetricAverageCallback(Callback):
             rank cannot be counted: its batches have no batch dimension, or bypassed `train_step` or `test_step`.
     """
 
+    @checked
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set, weighted: bool = False):
         super().__init__()
         self._process_set, self._weighted = resolved(process_set), weighted
@@ -262,16 +266,17 @@ class LearningRateScheduleCallback(Callback):
         steps_per_epoch: Required with staircase=False if Keras does not know the length of the dataset.
     """
 
-    def __init__(self, initial_lr: float, multiplier: Callable[[float], float] | float, start_epoch: int = 0,
-                 end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = True,
-                 steps_per_epoch: int | None = None):
+    @checked
+    def __init__(self, initial_lr: float, multiplier: Callable[[float], float] | float, start_epoch: float = 0,
+                 end_epoch: float | None = None, staircase: bool = True, momentum_correction: bool = True,
+                 steps_per_epoch: float | None = None):
         super().__init__()
-        if initial_lr is None:
-            raise ValueError("initial_lr is required: the learning rate that this callback scales, usually the rate "
-                             "for one rank times size().")
-        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
-        self.staircase, self.momentum_correction, self.steps_per_epoch = \
-            staircase, momentum_correction, steps_per_epoch
+        if not (callable(multiplier) or hasattr(multiplier, "__float__")):
+            raise InvalidRequestError(f"{type(self).__name__}(multiplier=) must be a function of the epoch, or a "
+                                      f"number. Received: {multiplier!r}")
+        # A copy: `initial_lr` may be the variable of the optimizer.
+        self.initial_lr, self.start_epoch, self.end_epoch = float(initial_lr), start_epoch, end_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch = 0
         self._scale_velocities: Callable[[tf.Tensor], None] | None = None
@@ -301,9 +306,15 @@ class LearningRateScheduleCallback(Callback):
             logs["lr"] = number(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
-        optimizer = self.model.optimizer
-        old, new = number(optimizer.learning_rate), self.initial_lr * factor
-        optimizer.learning_rate = new
+        optimizer, new = self.model.optimizer, self.initial_lr * factor
+        try:
+            old = number(optimizer.learning_rate)
+            optimizer.learning_rate = new
+        except (TypeError, AttributeError) as error:
+            raise InvalidRequestError(
+                f"{type(self).__name__} sets the learning rate, which must be a number in the optimizer of compile(), "
+                f"for example keras.optimizers.Adam({self.initial_lr:g}): no schedule, no function. Leave out the "
+                f"schedule or this callback. Received: {optimizer!r}") from error
         if self.momentum_correction and old and new != old:
             self._correct_momentum(new / old)
 
@@ -342,8 +353,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: 1: rank 0 prints a line when the warm-up is done.
     """
 
-    def __init__(self, initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool = True,
-                 steps_per_epoch: int | None = None, verbose: int = 0):
+    @checked
+    def __init__(self, initial_lr: float, warmup_epochs: float = 5, momentum_correction: bool = True,
+                 steps_per_epoch: float | None = None, verbose: int = 0):
         # A bound method: a copy of the callback gets its own.
         super().__init__(initial_lr, self._rising, start_epoch=0, end_epoch=warmup_epochs, staircase=False,
                          momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
@@ -374,6 +386,7 @@ class BestModelCheckpoint(CalledByKeras2, keras.callbacks.ModelCheckpoint):
         ValueError: When training begins, unless `filepath` ends in .keras or .h5 (.weights.h5 for weights only).
     """
 
+    @checked
     def __init__(self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False, mode: str = "auto",
                  save_freq: str | int = "epoch"):
         self._endings = (".weights.h5",) if save_weights_only else (".keras", ".h5")

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..api import array_ops, missing_names, runtime
 from ..api.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, Snapshot, keep_going, run
+from ..tensorflow.bridge.arguments import checked
 from ..tensorflow.elastic import Averaging, TensorFlowKerasState
 from .bridge.private_names import Callback, Logs
 from .bridge.training import in_fit, is_under_strategy
@@ -59,10 +60,9 @@ class CommitStateCallback(Callback):
         batches_per_commit: The number of batches per commit. Each commit copies all variables to the host's memory.
     """
 
+    @checked
     def __init__(self, state: ObjectState, batches_per_commit: int = 1):
         super().__init__()
-        if batches_per_commit < 1:
-            raise ValueError(f"batches_per_commit must be at least 1. Received: {batches_per_commit}")
         self.state, self.batches_per_commit = state, batches_per_commit
         self._remaining = batches_per_commit
 
@@ -135,10 +135,9 @@ class Elastic(Callback):
         ValueError: `commit_every` is below 1.
     """
 
+    @checked
     def __init__(self, commit_every: int = 100):
         super().__init__()
-        if commit_every < 1:
-            raise ValueError(f"commit_every must be at least 1. Received: {commit_every}")
         self.commit_every = commit_every
         self.state: FitState | None = None
         self._remaining = commit_every

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer, Optimizer
 
@@ -16,6 +15,7 @@ from ..api.process_sets import ProcessSet, global_process_set
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.request import Average, ScaledOp
 from ..core.topology import describe_by_rank
+from ..tensorflow.bridge.arguments import checked
 from ..tensorflow.bridge.names import eager
 from ..tensorflow.bridge.types import Variable
 from ..tensorflow.compression import Compression, Compressor, require_compression
@@ -187,13 +187,10 @@ class PeriodicAveraging(keras.callbacks.Callback):
 
     outer: Sequence[Optimizer] = ()  # The optimizers of the averaged weights
 
+    @checked
     def __init__(self, every: int, warmup: int = 0, scope: Scope = None, average_slots: bool = False,
                  uneven: str = "error"):
         super().__init__()
-        for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
-            if not isinstance(value, int | np.integer) or value < least:
-                raise InvalidRequestError(f"{type(self).__name__}({name}=) must be a number of steps, {least} or more. "
-                                          f"Received: {value!r}")
         if uneven not in ("error", "join"):
             raise InvalidRequestError(f"uneven must be 'error' or 'join'. Received: {uneven!r}")
         if uneven == "join" and scope is not None:
@@ -432,6 +429,7 @@ class DiLoCo(PeriodicAveraging):
             optimizer of the model, or if `compression` is not one of Compression.
     """
 
+    @checked
     def __init__(self, every: int, outer: Optimizer | None = None, scope: Scope = None, average_slots: bool = False,
                  uneven: str = "error", compression: type[Compressor] = Compression.none):
         if outer is None:

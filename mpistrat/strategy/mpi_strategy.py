@@ -13,6 +13,7 @@ from ..cluster import MPIClusterResolver
 from ..core.errors import InvalidRequestError, MismatchError
 from ..core.topology import describe_by_rank
 from ..tensorflow.bridge import names
+from ..tensorflow.bridge.arguments import checked
 from ..tensorflow.bridge.types import Structure, TensorLike
 from ..tensorflow.compression import Compression, Compressor
 from ..tensorflow.gradients import GradientGroups, GradientOptions
@@ -88,6 +89,7 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     is_mpi_strategy = True  # mpistrat.keras, which this package imports, knows the class by this attribute
 
+    @checked
     def __init__(self, communication_options: CommunicationOptions | None = None, device: str | None = None,
                  random_per_rank: bool = True, variables: str = "mirrored",
                  compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -95,8 +97,6 @@ class MPIStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Connect the ranks and agree on the options. Collective. The class describes the arguments and errors."""
         if variables not in ("mirrored", "central", "sharded"):
             raise InvalidRequestError(f'variables must be "mirrored", "central" or "sharded". Received: {variables!r}')
-        if groups is not None and not isinstance(groups, int):
-            raise InvalidRequestError(f"MPIStrategy(groups=) must be a number. Received: {groups!r}")
         gradient_options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups))
         adaptations = [integration(variables != "mirrored") for integration in integrations]
         runtime.init()

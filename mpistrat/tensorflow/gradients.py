@@ -22,6 +22,7 @@ from ..process.step_timer import StepTimer
 from . import consistency
 from .async_op.submission import Observer
 from .bridge import names
+from .bridge.arguments import checked
 from .bridge.private_names import AtomicFunction
 from .bridge.program_order import HOST, session_graph
 from .bridge.tf_errors import as_tf_error
@@ -142,8 +143,7 @@ class GradientReducer:
         if gradient_predivide_factor != 1.0 and op is not Average:
             raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
         if gradient_predivide_factor <= 0:
-            raise InvalidRequestError(f"gradient_predivide_factor must be positive. Received: "
-                                      f"{gradient_predivide_factor}")
+            raise InvalidRequestError(f"gradient_predivide_factor must be > 0. Received: {gradient_predivide_factor}")
         self.optimizer = optimizer
         self._options = options
         self._scaled = ScaledOp(op, 1.0 / gradient_predivide_factor, gradient_predivide_factor)
@@ -440,6 +440,7 @@ def _adapt_keras(is_imported: bool) -> None:
             import_module("mpistrat.keras.bridge.patches").apply()
 
 
+@checked
 def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "",  # noqa: N802
                             compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = Average, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
@@ -477,11 +478,15 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     options = GradientOptions(compression, sparse_as_dense, GradientGroups(groups, num_groups))
     if isinstance(gradtape, _DistributedGradientTape) or hasattr(gradtape, "_mpistrat_reducer"):
         raise ValueError("gradtape is already a DistributedGradientTape. Use it directly, or pass a tf.GradientTape.")
+    if not isinstance(gradtape, tf.GradientTape):
+        raise InvalidRequestError("DistributedGradientTape takes the tape of `with tf.GradientTape() as tape:`. "
+                                  f"Received: {gradtape!r}")
     reducer = GradientReducer(None, options, op, gradient_predivide_factor, scale_local_gradients, process_set)
     reducer.checks_weights = check_weights
     return _DistributedGradientTape(gradtape, reducer)
 
 
+@checked
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "",  # noqa: N802
                                    device_sparse: str = "", compression: type[Compressor] = Compression.none,
                                    sparse_as_dense: bool = False, op: ReduceOp = Average,

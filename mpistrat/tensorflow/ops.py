@@ -7,7 +7,7 @@ in a graph gets the name of its function and the number of the call in that func
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from ..core.request import (
     ScaledOp,
     Sum,
     alltoall_request,
+    broadcast_request,
     join_request,
     reducescatter_request,
     scaled_op,
@@ -32,6 +33,7 @@ from ..core.request import (
 )
 from ..core.rows import even_splits, no_int32_splits, rows_of_ranks
 from ..core.tuning import JOINED_TENSOR_BYTES
+from .bridge.arguments import checked
 from .bridge.names import given, made, of_gradient
 from .bridge.program_order import enclosing_function, session_graph
 from .bridge.tf_errors import as_tf_error
@@ -206,6 +208,7 @@ def join(process_set: ProcessSet = global_process_set) -> tf.Tensor:
     return tf.gather(tf.constant(topology_of(number).job_ranks, tf.int32), last)
 
 
+@checked
 def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> tf.Operation | None:
     """Assign root_rank's values to the variables of all ranks, in eager code or a tf.function. Collective.
@@ -218,6 +221,8 @@ def broadcast_variables(variables: Sequence[Variable], root_rank: int, process_s
         process_set: The ranks that take part; `root_rank` is one of them.
         inplace: Accepted for compatibility with Horovod, ignored. Assignment is always in place.
     """
+    if hasattr(variables, "assign") or not isinstance(variables, Iterable):
+        raise InvalidRequestError(f"broadcast_variables takes a list, as model.weights is. Received: {variables!r}")
     assigned = _assign_from(root_rank, list(variables), None, process_set)
     return None if session_graph() is None else tf.group(*assigned, name="broadcast_variables")
 
@@ -243,6 +248,7 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
                  process_set: ProcessSet) -> list[object]:
     number = number_of(process_set, "Broadcast")
     if not variables:
+        broadcast_request("broadcast_variables", (), root_rank, topology_of(number).job_ranks)  # It checks the root.
         return []
     _broadcast.update((id(variable), variable) for variable in variables)
     name = name_of("broadcast_variables", name, number)
@@ -422,8 +428,7 @@ def _even(name: str, tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
     return tf.fill([size], -(-rows // size))
 
 
-def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str,
-                   process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
+def _exchange_rows(tensor: tf.Tensor, splits: tf.Tensor, name: str, process_set: int) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the rows that the ranks sent to this rank, and how many each rank sent. The rows are differentiable."""
     received: list[tf.Tensor] = []
 

@@ -13,6 +13,7 @@ from ..api.process_sets import ProcessSet, global_process_set, resolved
 from ..core.errors import InvalidRequestError
 from ..core.request import Adasum, Average, ReduceOp, ScaledOp, resolve_op
 from .bridge import names
+from .bridge.arguments import checked
 from .bridge.program_order import session_graph
 from .bridge.types import OptionalGradient, Variable
 from .compression import Compression, Compressor
@@ -64,6 +65,7 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         ValueError: `optimizer` is distributed already or has no compute_gradients, or an argument is out of range.
     """
 
+    @checked
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, name: str | None = None, use_locking: bool = False,
                  device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
                  sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: ReduceOp = Average,
@@ -76,9 +78,6 @@ class DistributedOptimizer(tf.compat.v1.train.Optimizer):
         if not hasattr(optimizer, "compute_gradients"):
             raise InvalidRequestError("in the graph of a session, DistributedOptimizer takes an optimizer of "
                                       f"tf.compat.v1.train. Received: {optimizer!r}")
-        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-            raise InvalidRequestError("backward_passes_per_step must be an integer of at least 1. Received: "
-                                      f"{backward_passes_per_step!r}")
         self._is_adasum = resolve_op(op, None) is Adasum
         if self._is_adasum and backward_passes_per_step > 1:
             raise InvalidRequestError("op=Adasum does not support backward_passes_per_step > 1. Pass only one of them.")
@@ -253,6 +252,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         RuntimeError: The hook begins outside of the graph of a tf.compat.v1 session.
     """
 
+    @checked
     def __init__(self, root_rank: int, device: str = "", process_set: ProcessSet = global_process_set):
         self._root_rank, self._process_set = root_rank, process_set
         self._broadcast: tf.Operation | None = None

@@ -332,8 +332,7 @@ def test_double_wrapping_is_refused() -> None:
 
 
 @either_way
-def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
-                                             restart: Callable) -> None:
+def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int, restart: Callable) -> None:
     same, odd = tf.Variable([1.0], name="same"), tf.Variable(tf.ones([2 + rank]), name="odd_one")
     with pytest.raises(tf.errors.OpError, match=r"shape of tensor \d \(odd_one.*\): \(2,\) on ranks \[0\]; "):
         quadratic(way, 1.0, [same, odd])
@@ -345,15 +344,17 @@ def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
 @pytest.mark.horovod("predivide", "groups")
 @pytest.mark.parametrize("arguments, text", [
     ({"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "gradient_predivide_factor not supported with op"),
-    ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be positive"),
+    ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be > 0"),
     ({"groups": 0}, "variables. Received: groups=0"),
     ({"groups": "all"}, "groups should be"),
     ({"num_groups": -1}, "groups should be"),
-    ({"process_set": object()}, "process_set must be a ProcessSet")],
-    ids=["predivide and sum", "predivide by 0", "groups 0", "groups text", "num_groups", "process_set"])
+    ({"process_set": object()}, "process_set must be a ProcessSet"),
+    ({"gradtape": 3}, r"takes the tape of `with tf.GradientTape\(\) as tape:`. Received: 3"),
+    ({"check_weights": "no"}, r"\(check_weights=\) must be True or False. Received: 'no'")],
+    ids=lambda value: next(iter(value)))
 def test_arguments_are_checked(arguments: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        hvd.DistributedGradientTape(tf.GradientTape(), **arguments)
+        hvd.DistributedGradientTape(**{"gradtape": tf.GradientTape(), **arguments})
 
 
 @pytest.mark.horovod("tape-arguments")

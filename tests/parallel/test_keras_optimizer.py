@@ -734,9 +734,9 @@ def test_double_wrapping_is_refused(make: Callable) -> None:
     ("Keras", {"optimizer": "adam"}, "takes a Keras optimizer, for example .* Received: 'adam'"),
     ("op", {"op": mpistrat.Max}, "op currently only supports Average and Sum. Received: MAX"),
     ("Adasum", {"op": mpistrat.Adasum}, "op currently only supports Average and Sum. Received: ADASUM"),
-    ("passes", {"backward_passes_per_step": 0}, "backward_passes_per_step must be at least 1. Received: 0"),
+    ("passes", {"backward_passes_per_step": 0}, r"\(backward_passes_per_step=\) must be at least 1. Received: 0"),
     ("predivide and sum", {"gradient_predivide_factor": 2.0, "op": mpistrat.Sum}, "not supported with op != Average"),
-    ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be positive. Received: -1"),
+    ("predivide", {"gradient_predivide_factor": -1.0}, "gradient_predivide_factor must be > 0. Received: -1"),
     ("groups", {"groups": 0}, "groups should be"),
     ("process set", {"process_set": 3}, "process_set must be a ProcessSet")],
     ids=lambda v: v if isinstance(v, str) else "")
@@ -746,8 +746,7 @@ def test_arguments_are_checked(what: str, arguments: dict, text: str) -> None:
 
 
 @either_way
-def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int,
-                                             restart: Callable) -> None:
+def test_a_disagreement_names_the_variable(way: Callable, rank: int, size: int, restart: Callable) -> None:
     layer = keras.layers.Dense(2, name="odd_layer")
     layer.build((None, 3 + rank))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))

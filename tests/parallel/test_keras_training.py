@@ -305,8 +305,7 @@ def test_a_smooth_schedule_changes_the_rate_at_batches() -> None:
 
 
 @pytest.mark.horovod("lr-momentum")
-@sample("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False),
-                                                ("central", False)])
+@sample("front, run_eagerly", [("optimizer", False), ("optimizer", True), ("strategy", False), ("central", False)])
 def test_the_momentum_is_corrected_for_the_batch_of_the_change(front: str, run_eagerly: bool) -> None:
     """Each gradient is 1, so that the weights tell the rates and the momentum of all steps."""
     strategy = None if front == "optimizer" else MPIStrategy(**{"variables": "central"} if front == "central" else {})
@@ -336,12 +335,16 @@ def test_there_is_no_momentum_to_correct() -> None:
 
 @pytest.mark.horovod("lr-errors")
 def test_a_schedule_needs_a_rate_and_the_number_of_steps() -> None:
-    with pytest.raises(ValueError, match="initial_lr is required"):
+    with pytest.raises(ValueError, match=r"initial_lr=\) must be a number. Received: None"):
         hvd.callbacks.LearningRateScheduleCallback(None, multiplier=0.1)
     callback = hvd.callbacks.LearningRateWarmupCallback(0.1)
     with pytest.raises(ValueError, match="steps_per_epoch is required"):
         Driver(callback, keras.optimizers.SGD(0.1), steps=None)
     Driver(hvd.callbacks.LearningRateWarmupCallback(0.1, steps_per_epoch=2), keras.optimizers.SGD(0.1), steps=None)
+    schedule = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5))
+    for optimizer in (schedule, keras.optimizers.SGD(lambda: 0.1)):
+        with pytest.raises(mpistrat.InvalidRequestError, match="must be a number in the optimizer of compile"):
+            Driver(hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5), optimizer).run(1)
 
 
 # -- saving and loading -----------------------------------------------------------------------------------------------

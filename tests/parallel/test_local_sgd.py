@@ -183,8 +183,7 @@ def test_files_and_validation_have_the_average(rank: int, shared_dir: str, monke
 
 
 def test_ranks_with_fewer_batches_wait_for_the_others(rank: int, size: int) -> None:
-    for local in (hvd.callbacks.LocalSGD(every=2, uneven="join"),
-                  hvd.callbacks.DiLoCo(every=2, uneven="join")):
+    for local in (hvd.callbacks.LocalSGD(every=2, uneven="join"), hvd.callbacks.DiLoCo(every=2, uneven="join")):
         model = model_of()
         fit(model, keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)), rank, [local],
             steps=3 + 2 * rank)
@@ -232,8 +231,8 @@ def test_gradients_are_averaged_within_a_scope_and_weights_over_all_ranks(rank: 
 
 
 @pytest.mark.parametrize(("make", "says"), [
-    (lambda: hvd.callbacks.LocalSGD(every=0), r"LocalSGD\(every=\) must be a number of steps, 1 or more. Received: 0"),
-    (lambda: hvd.callbacks.DiLoCo(every=2.5), r"DiLoCo\(every=\) must be a number of steps"),
+    (lambda: hvd.callbacks.LocalSGD(every=0), r"LocalSGD\(every=\) must be at least 1. Received: 0"),
+    (lambda: hvd.callbacks.DiLoCo(every=2.5), r"DiLoCo\(every=\) must be an integer. Received: 2.5"),
     (lambda: hvd.callbacks.LocalSGD(every=2, warmup=-1), r"LocalSGD\(warmup=\)"),
     (lambda: hvd.callbacks.LocalSGD(every=2, scope="host"), "scope must be None, \"hosts\" or a ProcessSet"),
     (lambda: hvd.callbacks.LocalSGD(every=2, uneven="wait"), "uneven must be"),

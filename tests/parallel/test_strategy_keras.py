@@ -87,7 +87,7 @@ def test_arguments_that_differ_are_an_error_on_every_rank(argument: dict, rank: 
 
 
 def test_groups_are_a_number() -> None:
-    with pytest.raises(ValueError, match=r"MPIStrategy\(groups=\) must be a number"):
+    with pytest.raises(ValueError, match=r"MPIStrategy\(groups=\) must be an integer"):
         MPIStrategy(groups=[[]])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="groups should be"):
         MPIStrategy(groups=0)
@@ -159,8 +159,7 @@ def test_a_model_outside_of_the_scope_is_warned_of(strategy: MPIStrategy, rank: 
         model.fit(*global_data(24), batch_size=BATCH, verbose=0)
 
 
-@sample("optimizer", [lambda: "adam", lambda: keras.optimizers.SGD(0.1), sgd],
-                         ids=["name", "SGD", "with slots"])
+@sample("optimizer", [lambda: "adam", lambda: keras.optimizers.SGD(0.1), sgd], ids=["name", "SGD", "with slots"])
 def test_compile_outside_of_the_scope(strategy: MPIStrategy, optimizer: Callable, rank: int) -> None:
     """As with MirroredStrategy. The metric, whose variables exist already, is one that all ranks have too."""
     with strategy.scope():

@@ -536,6 +536,9 @@ def test_a_request_that_makes_no_sense_is_refused(rank: int, size: int) -> None:
         assert isinstance(eager.value, tf.errors.InvalidArgumentError)
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
             in_graph(call)()
+    for variables, root, text in (([], size, f"invalid root rank {size}"), (tf.Variable([1.0]), 0, "takes a list, as")):
+        with pytest.raises(mpistrat.InvalidRequestError, match=text):
+            hvd.broadcast_variables(variables, root)
     assert hvd.allreduce(tf.constant(1.0), op=hvd.Sum).numpy() == size
 
 

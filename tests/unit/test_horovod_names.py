@@ -32,6 +32,7 @@ BUILT = ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gpu_available", 
 @pytest.mark.parametrize(("module", "name", "text"), [
     *((each, "mxnet", rf"^module '{each}' has no attribute 'mxnet': there is no binding") for each in WITH_A_DOOR),
     *((each, "spark", r"spark.*mpistrat\.run\(function, np=2\)") for each in WITH_A_DOOR),
+    *((each, "Mean", "use Average") for each in WITH_A_DOOR),
     ("mpistrat.keras", "run", r"use mpistrat\.run\(function, np=2\)"),
     ("mpistrat.tensorflow", "run", r"use mpistrat\.run\(function, np=2\)"),
     ("mpistrat.keras", "join", r"it is in mpistrat\.tensorflow\. .*uneven=\"join\"")])
@@ -43,7 +44,8 @@ def test_a_name_of_horovod_that_is_not_here_says_why_and_what_to_use(module: str
 @pytest.mark.parametrize(("module", "wrong", "right"), [
     ("mpistrat", "alreduce", "allreduce"), ("mpistrat.tensorflow", "DistributedGradientTap", "DistributedGradientTape"),
     ("mpistrat.keras", "Compresion", "Compression"), ("mpistrat.tensorflow.keras", "load_modell", "load_model"),
-    ("mpistrat.keras.callbacks", "MetricAveragesCallback", "MetricAverageCallback")])
+    ("mpistrat.keras.callbacks", "MetricAveragesCallback", "MetricAverageCallback"),
+    ("mpistrat.keras", "BroadcastGlobalVariablesCallback", r"callbacks\.BroadcastGlobalVariablesCallback")])
 def test_a_misspelt_name_gets_a_suggestion(module: str, wrong: str, right: str) -> None:
     text = rf"^module '{module}' has no attribute '{wrong}'\. Did you mean {right}\?$"
     with pytest.raises(AttributeError, match=text):

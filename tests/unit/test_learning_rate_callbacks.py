@@ -1,4 +1,4 @@
-"""The callbacks for learning rates, with the variables of an old Keras; and copies of all callbacks."""
+"""The callbacks for learning rates, with the variables of an old Keras; copies of all callbacks; wrong arguments."""
 
 import copy
 from collections.abc import Callable
@@ -75,6 +75,32 @@ def test_a_search_may_copy_a_callback_for_each_trial(make: Callable[[], Any]) ->
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
     model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[copied])
     copy.deepcopy(original)  # for the next trial
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    ("DistributedOptimizer(sgd, backward_passes_per_steps=2)", r"\. Did you mean backward_passes_per_step\?$"),
+    ("DistributedOptimizer(sgd, None, nothing_near_it=2)", "unexpected keyword argument 'nothing_near_it'$"),
+    ("ShardedOptimizer(sgd, op='x', grups=2)", r"Did you mean groups\?$"),
+    ("callbacks.BroadcastGlobalVariablesCallback(root=0)", r"Callback\(\) got .*'root'\. Did you mean root_rank\?$"),
+    ("callbacks.BroadcastGlobalVariablesCallback('0')", r"\(root_rank=\) must be an integer\. Received: '0'$"),
+    ("DistributedOptimizer(sgd, backward_passes_per_step='2')", r"per_step=\) must be an integer\. Received: '2'$"),
+    ("DistributedOptimizer(sgd, sparse_as_dense='yes')", r"dense=\) must be True or False\. Received: 'yes'$"),
+    ("load_model('x', average_aggregated_gradients='no')", "must be True or False. Received: 'no'$"),
+    ("callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=-3)", r"epochs=\) must be at least 0\. Received: -3$"),
+    ("callbacks.LearningRateWarmupCallback(keras.optimizers.schedules.CosineDecay(0.1, 9))", "must be a number. Rec"),
+    ("callbacks.LearningRateScheduleCallback(0.1, '2')", "function of the epoch, or a number. Received: '2'")])
+def test_a_wrong_argument_is_named_with_what_is_right(call: str, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        eval(f"hvd.{call}", {"hvd": hvd, "keras": keras, "sgd": keras.optimizers.SGD()})
+
+
+def test_numbers_of_numpy_are_arguments() -> None:
+    hvd.init()
+    hvd.DistributedOptimizer(keras.optimizers.SGD(), sparse_as_dense=np.bool_(False), num_groups=np.int64(2))
+    rate = keras.optimizers.SGD(0.1).learning_rate
+    callback = hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2.5, steps_per_epoch=np.float32(3))
+    rate.assign(5.0)
+    assert callback.initial_lr == pytest.approx(0.1), "a copy"
 
 
 def test_a_copy_of_the_warm_up_counts_its_own_steps() -> None:

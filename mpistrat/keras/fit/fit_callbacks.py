@@ -61,8 +61,7 @@ def fit(original: Function, self: keras.Model, *args: object, **kwargs: object) 
     elastic = next((each for each in users if isinstance(each, Elastic)), None)
     job = membership.current()
     if elastic is None or job is None:
-        if job is not None and runtime.is_initialized() and not job.has_state \
-                and runtime.current().topology.rank == 0:
+        if job is not None and runtime.is_initialized() and not job.has_state and runtime.current().topology.rank == 0:
             _say_that_nothing_commits(_COMMITS_IN_KERAS_2 if is_keras2(self) else
                                       "Type model.fit(..., callbacks=[..., hvd.callbacks.Elastic()])")
         return _fit_once(original, self, call)

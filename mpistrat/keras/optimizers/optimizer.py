@@ -18,6 +18,7 @@ from ...core.errors import InvalidRequestError, MissingDependencyError
 from ...core.request import Average, ReduceOp, Sum
 from ...tensorflow import gradients, ops
 from ...tensorflow.bridge import names
+from ...tensorflow.bridge.arguments import checked
 from ...tensorflow.bridge.types import OptionalGradient, Reducible, Tensor, Variable
 from ...tensorflow.compression import Compression, Compressor
 from ...tensorflow.gradients import indices_of
@@ -92,6 +93,7 @@ class _Distributed:
         self._mpistrat.reducer.register_local(variable)
 
 
+@checked
 def DistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
                          device_dense: str = "", device_sparse: str = "",
                          compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -197,6 +199,7 @@ def ShardedOptimizer(optimizer: Optimizer, **arguments: Any) -> Optimizer:  # no
     return DistributedOptimizer(optimizer, shard_state=True, **arguments)
 
 
+@checked
 def PartialDistributedOptimizer(optimizer: Optimizer, name: str | None = None,  # noqa: N802
                                 device_dense: str = "", device_sparse: str = "",
                                 compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
@@ -312,8 +315,6 @@ def _check(optimizer: Optimizer, op: ReduceOp, passes: int) -> None:
                                   "Leave out this DistributedOptimizer.")
     if op not in (Average, Sum):
         raise InvalidRequestError(f"op currently only supports Average and Sum. Received: {getattr(op, 'name', op)}")
-    if passes < 1:
-        raise InvalidRequestError(f"backward_passes_per_step must be at least 1. Received: {passes}")
     if passes > 1 and passes_on(optimizer):
         advice = ". Keras 2 accumulates no gradients in it. Leave that argument out." if is_keras2(optimizer) \
             else ". Give gradient_accumulation_steps to the inner optimizer."
@@ -524,6 +525,7 @@ def reducescatter(value: Reducible, name: str | None = None, op: ReduceOp = Aver
     return ops.reducescatter(value, op=op, name=name)
 
 
+@checked
 def load_model(filepath: str | os.PathLike, custom_optimizers: Iterable[type[keras.optimizers.Optimizer]] | None = None,
                custom_objects: Mapping[str, object] | None = None, compression: type[Compressor] = Compression.none,
                legacy_opts: bool = False, average_aggregated_gradients: bool | None = None,

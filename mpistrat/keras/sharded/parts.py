@@ -131,8 +131,7 @@ def plan_of(tensors: Sequence[Planned], size: int, is_split: bool, indices: Sequ
     """
     indices = range(len(tensors)) if indices is None else indices
     groups = buckets_from_last([tensors[index].nbytes for index in indices], bucket_bytes, first_bytes)
-    owners = dict.fromkeys(indices, owner) if owner is not None else \
-        {} if is_split else _owners(tensors, indices, size)
+    owners = dict.fromkeys(indices, owner) if owner is not None else {} if is_split else _owners(tensors, indices, size)
     return Plan(tuple(tuple(_blocks(tensors, [indices[i] for i in group], size, owners, small_bytes))
                       for group in groups), is_split, size)
 
