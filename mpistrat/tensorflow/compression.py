@@ -124,8 +124,7 @@ class Compression(metaclass=_Choices):
                 for name, own in (feedback.own() if feedback is not None else {}).items()}
 
     @staticmethod
-    def restore_error_feedback(errors: Mapping[str, np.ndarray],
-                               process_set: ProcessSet = global_process_set) -> None:
+    def restore_error_feedback(errors: Mapping[str, np.ndarray], process_set: ProcessSet = global_process_set) -> None:
         """Set the error feedback to a result of error_feedback(), from a job of any size. Local; call on all ranks."""
         feedback = resolved(process_set).group("restore_error_feedback").feedback
         if feedback is not None:

@@ -224,8 +224,7 @@ class FirstSteps:
         received = {id(exchange): self._received(exchange) for exchange in self._exchanges}
         # Another rank may have other indices before. Then it does not come here with the same two exchanges.
         if all(received.values()) and all(differing(received[id(exchange)]) for exchange in same):
-            raise MismatchError(describe_weights(same[1].labels, received[id(same[1])],
-                                                 self._group.topology.job_ranks))
+            raise MismatchError(describe_weights(same[1].labels, received[id(same[1])], self._group.topology.job_ranks))
 
     def _warn_of_equal_data(self, index: int) -> None:
         received = [self._received(each) for each in self._of_list(index)]

@@ -413,15 +413,10 @@ def test_one_rank_without_mpirun_works_and_loads_no_mpi() -> None:
 CROSSED = "left: ranks [0] wait for ranks [1], which wait for right instead."
 # What each case of deadlocks.py comes to on two ranks: the text of the error, or the result.
 ARRAYS = {
-    "crossed_names": CROSSED,
-    "crossed_names_with_idle_threads": CROSSED,
-    "crossed_handles": CROSSED,
-    "a_rank_that_sleeps": "returned 4.0",
-    "a_rank_with_nothing_in_flight": "returned 4.0",
-    "orders_of_their_own": "returned 4.0",
-    "a_thread_that_sleeps_first": "returned 4.0",
-    "a_thread_that_waits_with_a_limit_first": "returned 4.0",
-    "a_thread_that_reads_first": "returned 4.0",
+    **dict.fromkeys(["crossed_names", "crossed_names_with_idle_threads", "crossed_handles"], CROSSED),
+    **dict.fromkeys(["a_rank_that_sleeps", "a_rank_with_nothing_in_flight", "orders_of_their_own",
+                     "a_thread_that_sleeps_first", "a_thread_that_waits_with_a_limit_first",
+                     "a_thread_that_reads_first"], "returned 4.0"),
     "ranks_that_have_ended_and_one_that_works": "returned shut down",
 }
 TENSORFLOW = {
@@ -432,12 +427,8 @@ TENSORFLOW = {
     "runs_of_other_orders": CROSSED,
     "a_graph_with_one_collective_more": "session()/allreduce of extra: ranks [0] wait for ranks [1], which wait for "
                                         "session()/allreduce of wanted",
-    "a_graph_that_computes": "returned 4.0",
-    "a_graph_that_waits_for_a_file": "returned 4.0",
-    "a_graph_that_calls_python": "returned 4.0",
-    "a_graph_that_reads_data": "returned 4.0",
-    "graphs_of_other_orders": "returned 4.0",
-    "evaluation_on_rank_0_only": "returned 4.0",
+    **dict.fromkeys(["a_graph_that_computes", "a_graph_that_waits_for_a_file", "a_graph_that_calls_python",
+                     "a_graph_that_reads_data", "graphs_of_other_orders", "evaluation_on_rank_0_only"], "returned 4.0"),
 }
 
 
@@ -449,8 +440,7 @@ def cases_of(job: Finished, rank: int) -> dict[str, str]:
 
 
 @pytest.mark.horovod("names-differ")
-@sample(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)],
-                         ids=["arrays", "tensorflow"])
+@sample(("kind", "expected"), [("arrays", ARRAYS), ("tensorflow", TENSORFLOW)], ids=["arrays", "tensorflow"])
 def test_all_ranks_that_wait_for_each_other_fail_soon_and_no_others(kind: str, expected: dict[str, str]) -> None:
     # Without the check of fit, which finds uneven parts of the data before they become a deadlock.
     job = run_job(2, ["python", "tests/scripts/deadlocks.py", kind], limit_s=300,

@@ -98,8 +98,7 @@ mpistrat.join()
 
 
 @pytest.mark.horovod("join")
-@sample(("average", "expected"), [
-    ("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
+@sample(("average", "expected"), [("active", "[8. 8. 8.] [8. 8. 8.]"), ("all", "[8. 8. 8.] [4. 4. 4.]")])
 def test_what_an_average_divides_by_is_a_setting(average: str, expected: str) -> None:
     job = run_job(2, ["python", "-c", SUM_AND_AVERAGES], env={"MPISTRAT_JOIN_AVERAGE": average}).well()
     assert expected in job.output

@@ -409,9 +409,8 @@ DISAGREEMENTS: dict[str, tuple[Callable, Callable, str, str, str]] = {
     "average and sum": (
         lambda: mpistrat.allreduce(ONE, name="odd"), lambda: mpistrat.allreduce(ONE, op=mpistrat.Sum, name="odd"),
         "reduce operation", "Average", "Sum"),
-    "barrier": (
-        lambda: mpistrat.barrier(name="odd"), lambda: mpistrat.broadcast(ONE, 0, name="odd"),
-        "kind of collective", "barrier", "broadcast"),
+    "barrier": (lambda: mpistrat.barrier(name="odd"), lambda: mpistrat.broadcast(ONE, 0, name="odd"),
+                "kind of collective", "barrier", "broadcast"),
     "empty group": (
         lambda: mpistrat.grouped_allreduce([], name="odd"), lambda: mpistrat.grouped_allreduce([ONE], name="odd"),
         "number of tensors", "0", "1"),

@@ -205,8 +205,7 @@ def assert_all_equal(pieces: list[Any], expected: list[np.ndarray], what: str) -
         np.testing.assert_array_equal(np.asarray(piece), array, err_msg=f"{what}, piece {i}")
 
 
-@sample("amount, collective", [*(("large", collective) for collective in COLLECTIVES),
-                                                ("small", "allreduce")])
+@sample("amount, collective", [*(("large", collective) for collective in COLLECTIVES), ("small", "allreduce")])
 def test_what_rank_0_does_to_parts_of_a_result_in_a_graph(amount: str, collective: str, turns: Turns, rank: int,
                                                           size: int) -> None:
     columns, (collect, expected) = COLUMNS[amount], COLLECTIVES[collective]

@@ -335,8 +335,7 @@ def test_a_loop_that_trains_on_the_same_data_is_found_too(rank: int, warnings: C
 
 @pytest.mark.parametrize("gradients", [[0.0] * 5, [float("nan")] * 5, [1.0, "rank", 1.0, 1.0, 1.0]],
                          ids=["zero", "nan", "different once"])
-def test_equal_gradients_that_say_nothing_are_no_reason_to_warn(gradients: list, rank: int,
-                                                                warnings: Callable) -> None:
+def test_equal_gradients_that_say_nothing_are_no_reason_to_warn(gradients: list, rank: int, warnings: Callable) -> None:
     weight, optimizer = keras.Variable([0.0]), hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
     for value in gradients:
         optimizer.apply([tf.fill([1], float(rank) if value == "rank" else value)], [weight])

@@ -129,8 +129,7 @@ def one_row(dtype: Any = tf.float32, columns: int = 2) -> Any:
 # What the last rank and all other ranks do, and the first difference that is told. Each also differs in all aspects
 # that are told later.
 ORDER: list[tuple[str, Callable, Callable]] = [
-    ("dtype", lambda: hvd.allgather(one_row(tf.float64, 3), name="odd"),
-     lambda: hvd.allreduce(one_row(), name="odd")),
+    ("dtype", lambda: hvd.allgather(one_row(tf.float64, 3), name="odd"), lambda: hvd.allreduce(one_row(), name="odd")),
     ("kind of collective", lambda: hvd.allgather(one_row(columns=3), name="odd"),
      lambda: hvd.allreduce(one_row(), name="odd")),
     ("shape", lambda: hvd.allreduce(one_row(columns=3), op=hvd.Min, prescale_factor=2.0, name="odd"),
@@ -164,8 +163,7 @@ ORDER: list[tuple[str, Callable, Callable]] = [
 
 @pytest.mark.horovod("mismatch", "mismatch-order")
 @pytest.mark.parametrize("number", range(len(ORDER)))
-def test_of_several_differences_the_first_in_the_order_is_told_on_every_rank(number: int, rank: int,
-                                                                             size: int) -> None:
+def test_of_several_differences_the_first_in_the_order_is_told_on_every_rank(number: int, rank: int, size: int) -> None:
     aspect, of_last, of_others = ORDER[number]
     with pytest.raises(tf.errors.FailedPreconditionError, match=f"odd: the ranks disagree on {aspect}") as raised:
         (of_last if rank == size - 1 else of_others)()

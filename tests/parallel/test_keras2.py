@@ -349,8 +349,7 @@ def test_callbacks_write_files_once(rank: int, size: int, shared_dir: str) -> No
     assert everywhere(os.path.exists(best.filepath)) == [True] * size
 
 
-def test_what_differs_among_the_ranks_is_an_error_on_all(rank: int, size: int,
-                                                         restart: Callable[[], None]) -> None:
+def test_what_differs_among_the_ranks_is_an_error_on_all(rank: int, size: int, restart: Callable[[], None]) -> None:
     x, y = own_rows(rank, size)
     model = new_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), seed=rank)
     with pytest.raises(Exception, match="the ranks train different weights"):

@@ -70,8 +70,7 @@ def values(rank: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
-def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: int, elements: int,
-                                           op: ReduceOp) -> None:
+def test_hosts_are_combined_in_their_order(plane: DataPlane, rank: int, size: int, elements: int, op: ReduceOp) -> None:
     result = np.empty(elements, np.float32)
     plane.allreduce([values(rank, elements)], [result], Reduction(op))
     expected = values(0, elements)
@@ -166,8 +165,7 @@ def random_sizes(seed: int, count: int) -> Iterator[tuple[int, np.random.Generat
         yield int(2 ** random.uniform(-1, 22)), random
 
 
-def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: dict[str, DataPlane],
-                                                                       size: int) -> None:
+def test_the_planes_of_ranks_of_one_host_are_those_that_the_tests_mean(planes: dict[str, DataPlane], size: int) -> None:
     if size > 1:
         assert planes["one host"].name == "shared_memory"
         assert planes["two hosts"].name == planes["hosts of one rank"].name == "hierarchical"

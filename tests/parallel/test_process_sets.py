@@ -268,8 +268,7 @@ def test_init_registers_sets_and_shutdown_forgets_them(rank: int, size: int) -> 
     assert mpistrat.global_process_set.ranks == list(range(size))
 
 
-def test_shutdown_after_a_set_has_failed_waits_for_no_rank(rank: int, size: int,
-                                                           restart: Callable[[], None]) -> None:
+def test_shutdown_after_a_set_has_failed_waits_for_no_rank(rank: int, size: int, restart: Callable[[], None]) -> None:
     """The last rank is not in the set, and does not know that it has failed."""
     if size < 3:
         pytest.skip("needs a set of two ranks and a rank that is not in it")

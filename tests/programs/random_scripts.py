@@ -863,8 +863,7 @@ def differences(states: Sequence[dict[str, bytes]], others: Sequence[dict[str, b
 def outcome_through_door(script: Script, folder: str, right: Sequence[Sequence[np.ndarray]]
                          ) -> tuple[str, list[dict[str, bytes]]]:
     """How a script has ended through its door, and digests of the state after each stage: `right` in one process."""
-    way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD \
-        else Strategy(script.is_sharded)
+    way: Alone = Local() if script.is_local else Horovod() if script.door == HOROVOD else Strategy(script.is_sharded)
     folder = mpistrat.broadcast_object(folder, 0)
     largest, states = (0.0, ""), []
     run, stages, place, name = None, None, 0, "making the model"

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGURG,
-               signal.SIGCONT):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGURG, signal.SIGCONT):
     if signal.getsignal(number) is not signal.SIG_IGN:
         signal.signal(number, lambda number, _: os.write(1, f"got {signal.Signals(number).name}\n".encode()))
 way, *command = sys.argv[1:]

@@ -106,8 +106,7 @@ def figures(*points: Point, path: Path) -> Any:
 def test_the_plot_joins_single_tensors_only_and_names_what_it_is_compared_with(tmp_path: Path) -> None:
     cases = [point(case="1KB", nbytes=2**10, mpistrat_s=1e-4, mpi_s=5e-5, memcpy_s=1e-6),
              point(case="16MB", nbytes=2**24, mpistrat_s=8e-3, mpi_s=1e-2, memcpy_s=3e-3),
-             point(case="resnet50", tensors=161, nbytes=102_228_128, mpistrat_s=5e-2, mpi_s=7e-2,
-                   memcpy_s=2e-2)]
+             point(case="resnet50", tensors=161, nbytes=102_228_128, mpistrat_s=5e-2, mpi_s=7e-2, memcpy_s=2e-2)]
     figure = figures(*cases, path=tmp_path / "plot.png")
     rates, ratios = figure.axes
     lines = {line.get_label(): line for line in rates.lines}

@@ -450,8 +450,7 @@ def test_gpu_rows(monkeypatch) -> None:
     rows = texts(gpu_rows(Findings(cupy={"gpus": 1, "nccl": 22805}), ["NVIDIA H200, 143771 MiB"]))
     assert rows == {"cupy": "13.4.1 (cupy-cuda12x)", "NCCL": "2.28.5", "GPUs": "NVIDIA H200, 143771 MiB"}
     assert nccl_version(2804) == "2.8.4"
-    assert texts(gpu_rows(Findings(cupy={"error": "no driver"}), []))["cupy"] == \
-        "13.4.1 (cupy-cuda12x), but: no driver"
+    assert texts(gpu_rows(Findings(cupy={"error": "no driver"}), []))["cupy"] == "13.4.1 (cupy-cuda12x), but: no driver"
 
 
 @pytest.fixture

@@ -153,8 +153,7 @@ def test_the_code_for_other_gpus_becomes_zeros_and_nothing_else_changes(tmp_path
     assert library.read_bytes() == expected and b"ninety.." in expected
 
 
-def test_what_is_carried_in_pieces_is_there_after_the_last_one(tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_carried_in_pieces_is_there_after_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, here = tmp_path / "carried", tmp_path / "here"
     content = np.random.default_rng(1).bytes(10_000)
     (tmp_path / "file").write_bytes(content)

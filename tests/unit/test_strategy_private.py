@@ -46,8 +46,7 @@ def test_keras_has_what_is_patched_and_gets_it_back() -> None:
 
 def test_sharded_variables_need_keras_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpistrat.strategy.is_keras2_in_use", lambda: True)
-    with pytest.raises(mpistrat.MissingDependencyError,
-                       match='variables="sharded" and "central" need Keras 3'):
+    with pytest.raises(mpistrat.MissingDependencyError, match='variables="sharded" and "central" need Keras 3'):
         importlib.import_module("mpistrat.strategy").MPIStrategy(variables="sharded")
     monkeypatch.undo()
     monkeypatch.setattr("mpistrat.strategy.import_module",

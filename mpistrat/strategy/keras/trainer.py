@@ -393,8 +393,7 @@ def _without_rows(value: tf.Tensor, is_empty: tf.Tensor) -> Any:
 
 
 def _may_be_empty(value: object) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and (
-        value.shape.rank is None or not value.shape[0])
+    return isinstance(value, tf.Tensor) and value.shape.rank != 0 and (value.shape.rank is None or not value.shape[0])
 
 
 def _either(is_empty: tf.Tensor, other: Function, value: tf.Tensor) -> tf.Tensor:

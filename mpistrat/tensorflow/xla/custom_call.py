@@ -70,8 +70,7 @@ def custom_call(target: Target, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf
 _Tensors = Sequence[tuple[tf.DType, tuple[int | None, ...]]]
 
 
-def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int,
-             in_place: Sequence[int]) -> str:
+def _program(number: int, given: _Tensors, returned: _Tensors, times_rows: int, in_place: Sequence[int]) -> str:
     """Return the program of one call. It fixes the order of dimensions in memory, so that XLA does not choose it.
 
     If a size is unknown, the shapes of all results are operands too. XLA computes and removes them when it compiles.

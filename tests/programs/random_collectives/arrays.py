@@ -84,8 +84,7 @@ class Calls:
         place = 0 if self._joins or choose.random() < 0.5 else choose.randrange(len(self._sets))
         reduces, members = kind in REDUCTIONS + SCATTERS, self._sets[place]
         op = choose.choice(OPS if kind in REDUCTIONS else OPS[:2])
-        dtypes = ("float32", "float64") if kind == "adasum" else \
-            OF_SCATTERS if kind in SCATTERS else DTYPES
+        dtypes = ("float32", "float64") if kind == "adasum" else OF_SCATTERS if kind in SCATTERS else DTYPES
         counts = [1, 2, 4] if self._joins or kind != "grouped_allreduce" else [0, 1, 2, 5, 30]
         count, arrays = choose.choice(counts) if kind.startswith("grouped") else 1, []
         dtype = choose.choice(dtypes)
