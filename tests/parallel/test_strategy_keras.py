@@ -247,8 +247,9 @@ class Pair(keras.Model):
         return {"error": self.error.result()}
 
 
-def test_a_model_without_a_call_trains(strategy: MPIStrategy, rank: int) -> None:
-    model, reference = both(strategy, rank, Pair)
+@pytest.mark.parametrize("methods", [{}, {"call": lambda self, noise: self.first(noise[:, 1:])}], ids=["none", "GAN's"])
+def test_a_model_without_a_call_of_the_batches_trains(methods: dict, strategy: MPIStrategy, rank: int) -> None:
+    model, reference = both(strategy, rank, type("Pair", (Pair,), methods))
     reference.first.set_weights(model.first.get_weights())
     for m in (model, reference):
         m.compile()

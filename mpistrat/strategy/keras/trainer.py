@@ -183,9 +183,12 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     _set_usual_rows(self, int(rows) if rows is not None else 1, is_of_fit=iterator is not None)
     if rows is not None and not int(rows):
         data_batch = tf.nest.map_structure(_any_rows, data_batch)
-    # A model without a call() is built by its train_step, as without a strategy.
+    # A model without a call() is built by its train_step, as without a strategy; so is one with a train_step of its own
+    # whose call() does not take the batches of fit, such as a GAN's of the generator.
     if getattr(type(self), "call", None) is not keras.Model.call:
-        original(self, None, data_batch)
+        has_own_step = type(self).train_step is not keras.Model.train_step
+        with contextlib.suppress(*(ValueError, RuntimeError) if has_own_step else ()):
+            original(self, None, data_batch)
     with strategy.scope():  # The metrics may have been made outside of it.
         for variable in (variable for metric in self.metrics for variable in metric.variables):
             if not strategy.extended.variable_created_in_scope(variable.value):
