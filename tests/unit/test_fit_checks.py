@@ -212,6 +212,9 @@ def test_optimizers_are_found_in_public_attributes_in_the_order_of_their_names()
     found = training_of(model)
     assert isinstance(found, DistributedTraining)
     assert found.reducers == [second._mpistrat.reducer, third._mpistrat.reducer]
+    assert found.undistributed == "", "as in a GAN that leaves the optimizer of compile() to Keras"
+    model.optimizer.iterations.assign(1)
+    assert found.undistributed.endswith(f" without hvd.DistributedOptimizer: {model.optimizer.name} (SGD).")
     model.compile(third, "mse")
     found = training_of(model)
     assert isinstance(found, DistributedTraining)

@@ -77,7 +77,7 @@ class Training:
 
     @property
     def undistributed(self) -> str:
-        """A sentence on the optimizers of the model that do not average their gradients; "" if all do."""
+        """A sentence on the optimizers of the model that have trained without averaging; "" if there are none."""
         return ""
 
     @property
@@ -153,7 +153,8 @@ class DistributedTraining(Training):
 
     @property
     def undistributed(self) -> str:
-        plain = [f"{each.name} ({type(each).__name__})" for each in self._wholes if not distributed_in(each)]
+        plain = [f"{each.name} ({type(each).__name__})" for each in self._wholes
+                 if kerases.calls_of(each) and not distributed_in(each)]
         return f"The model also has optimizers without hvd.DistributedOptimizer: {', '.join(plain)}." if plain else ""
 
     @property
