@@ -40,13 +40,13 @@ _HEADINGS = re.compile(r"(?:Graph execution error:|in user code:|<stack traces u
                        r"Detected at node .* defined at \(most recent call last\):)$")
 _BEGINS_WITH_CLASS = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning): ")
 NO_HOROVOD = "No module named 'horovod"
-# Advice on errors caused by several ranks or by names of Horovod, by a part of the error's text.
-ADVICE = {"cache lockfile already exists":
-          'Ranks cannot share a cache file. Give each its own: dataset.cache(f"{path}-{mpistrat.rank()}"). Or a job '
-          "that was killed has left the lockfile: delete it.",
-          "allow_missing_files was set to false":
-          "Ranks cannot write a checkpoint or a SavedModel to one path at the same time: save it under "
-          "`if mpistrat.rank() == 0:`.",
+# Advice on errors caused by several ranks, a strategy or names of Horovod, by a part of the error's text.
+ADVICE = {"cache lockfile already exists": "Ranks cannot share a cache file. Give each its own: dataset.cache("
+          'f"{path}-{mpistrat.rank()}"). Or a job that was killed has left the lockfile: delete it.',
+          "allow_missing_files was set to false": "Ranks cannot write a checkpoint or a SavedModel to one path at the "
+          "same time: save it under `if mpistrat.rank() == 0:`.",
+          **dict.fromkeys(("values.PerReplica'>", "is not available outside the replica context"), "A step of a "
+                          "strategy runs in a replica: write strategy.run(step, args=(batch,)), not step(batch)."),
           NO_HOROVOD: "Write `import mpistrat.keras as hvd` in place of `import horovod.keras as hvd`, "
           "and likewise for horovod.tensorflow. A program that you cannot edit: mpistrat run --as-horovod -np 2 ..."}
 _OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),

@@ -272,6 +272,5 @@ def _tpu(**options: Any) -> None:
 
 _FACTORIES: dict[str, Callable[..., Any]] = {
     "mirrored": _mirrored, "multi_worker_mirrored": MPIStrategy,
-    "central_storage": functools.partial(MPIStrategy, variables="central"),
-    "parameter_server": _parameter_server, "one_device": _alone, "default": _alone, "tpu": _tpu,
-}
+    "central_storage": functools.partial(MPIStrategy, variables="central"), "parameter_server": _parameter_server,
+    "one_device": _alone, "default": _alone, "tpu": _tpu}

@@ -260,6 +260,17 @@ def test_a_model_without_a_call_of_the_batches_trains(methods: dict, strategy: M
     assert_close(ours.history["error"], expected.history["error"], 1e-5)
 
 
+def test_gradients_that_are_applied_outside_of_a_replica_are_warned_of(strategy: MPIStrategy) -> None:
+    with strategy.scope():
+        variables, optimizer = [keras.Variable(1.0)], keras.optimizers.SGD(0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.apply([tf.ones(())], variables)  # It may be there to make the slots.
+    with pytest.warns(UserWarning, match=r"in a replica only.* strategy\.run\(step, args=\(batch,\)\)") as told:
+        optimizer.apply([tf.ones(())], variables)
+    assert told[0].filename == __file__
+
+
 def test_a_model_outside_of_the_scope_may_be_evaluated(strategy: MPIStrategy, rank: int) -> None:
     model, (x, y) = compiled(), global_data(24)
     with warnings.catch_warnings():

@@ -263,7 +263,7 @@ def test_what_cannot_be_sharded_is_an_error_on_every_rank(make: Callable, words:
 
 def test_it_is_applied_in_a_replica(sharded: MPIStrategy) -> None:
     loop = Loop(sharded, MAKERS["SGD"])
-    with pytest.raises(ValueError, match=r"Call optimizer\.apply in a function that you pass to strategy\.run"):
+    with pytest.raises(ValueError, match=r"Call it in a function that you pass to strategy\.run"):
         loop.optimizer.apply([tf.ones([5, 3]), tf.ones([3])])
 
 

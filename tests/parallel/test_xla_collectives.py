@@ -46,8 +46,7 @@ def slices_of(x: Any) -> Any:
 
 
 COLLECTIVES = {
-    "average": hvd.allreduce,
-    "max": lambda x: hvd.allreduce(x, op=hvd.Max),
+    "average": hvd.allreduce, "max": lambda x: hvd.allreduce(x, op=hvd.Max),
     "adasum": lambda x: hvd.allreduce(x, op=hvd.Adasum),
     "scaled": lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.3, postscale_factor=1.7),
     "float16": lambda x: tf.cast(hvd.allreduce(tf.cast(x, tf.float16)), tf.float32),
@@ -56,15 +55,11 @@ COLLECTIVES = {
     "integers": lambda x: hvd.allreduce(tf.cast(10 * x, tf.int64), op=hvd.Sum),
     "booleans": lambda x: hvd.allreduce(x > 0, op=hvd.Min),
     "complex": lambda x: tf.math.real(hvd.allreduce(tf.complex(x, 2 * x))),
-    "scalar": lambda x: hvd.allreduce(x[0, 0]),
-    "empty": lambda x: hvd.allreduce(x[:0]),
+    "scalar": lambda x: hvd.allreduce(x[0, 0]), "empty": lambda x: hvd.allreduce(x[:0]),
     "transposed": lambda x: hvd.allreduce(tf.transpose(x)),
-    "group": lambda x: hvd.grouped_allreduce([x, x[0], tf.cast(x, tf.float64)]),
-    "slices": slices_of,
-    "gather": hvd.allgather,
-    "group of gathers": lambda x: hvd.grouped_allgather([x, x[:, 0]]),
-    "broadcast": lambda x: hvd.broadcast(x, 1),
-    "scatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+    "group": lambda x: hvd.grouped_allreduce([x, x[0], tf.cast(x, tf.float64)]), "slices": slices_of,
+    "gather": hvd.allgather, "group of gathers": lambda x: hvd.grouped_allgather([x, x[:, 0]]),
+    "broadcast": lambda x: hvd.broadcast(x, 1), "scatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
     "scatter unevenly": lambda x: hvd.reducescatter(tf.concat([x, x[:1]], 0)),
 }
 

@@ -41,16 +41,11 @@ def press_ctrl_c() -> None:
 
 way, others, mark = sys.argv[1:]
 ways = {
-    "raises": fail_on_purpose,
-    "raises before init": fail_on_purpose,
-    "fails in init": lambda: mpistrat.init(comm=[0]),
-    "exits with 3": lambda: sys.exit(3),
-    "raises SystemExit(3)": raise_system_exit,
-    "exits with 3 from a thread": exit_in_thread,
-    "exits with 3 at once": lambda: os._exit(3),
-    "gets SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
-    "presses Ctrl-C": press_ctrl_c,
+    "raises": fail_on_purpose, "raises before init": fail_on_purpose,
+    "fails in init": lambda: mpistrat.init(comm=[0]), "exits with 3": lambda: sys.exit(3),
+    "raises SystemExit(3)": raise_system_exit, "exits with 3 from a thread": exit_in_thread,
+    "exits with 3 at once": lambda: os._exit(3), "gets SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT), "presses Ctrl-C": press_ctrl_c,
 }
 
 if way not in ("raises before init", "fails in init"):

@@ -22,15 +22,12 @@ REQUESTS = [PLAIN, FULL, BARRIER, GATHER]
 
 
 @pytest.mark.parametrize("message", [
-    Announcement(),
-    Announcement(ids=(0, 5, 2**40)),
+    Announcement(), Announcement(ids=(0, 5, 2**40)),
     Announcement(requests=((PLAIN, None), (FULL, (0, 2, 300)), (GATHER, ()))),
     Announcement((1,), ((BARRIER, None),), ended=((4, 12), (5, 0)), failure="Traceback: ä\nline 2"),
     Announcement(failure="a name of a file that is not UTF-8: \udcff"),
-    Announcement(ids=(2**63 - 1,), ends_vote=True),
-    Announcement(joined=(7, 2)),
-    Announcement(places=((7, "in the main thread:\n  here"),)),
-    Announcement(ids=(3,), requests=((PLAIN, (1, 2)),))])
+    Announcement(ids=(2**63 - 1,), ends_vote=True), Announcement(joined=(7, 2)),
+    Announcement(places=((7, "in the main thread:\n  here"),)), Announcement(ids=(3,), requests=((PLAIN, (1, 2)),))])
 def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> None:
     copy = Announcement.from_bytes(message.to_bytes())
     assert copy == message
@@ -38,13 +35,9 @@ def test_an_announcement_comes_back_from_its_bytes(message: Announcement) -> Non
 
 
 @pytest.mark.parametrize("message", [
-    Decision(),
-    Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
-    Decision(errors=(("a", "the ranks disagree"),), ended=True),
-    Decision((3,), opens_vote=True),
-    Decision((3, (None, PLAIN)), absent=((), (0, 5))),
-    Decision(last_joined=(0,)),
-    Decision(asks=(0, 3)),
+    Decision(), Decision(agreed=(0, (7, PLAIN), 3, (None, FULL))),
+    Decision(errors=(("a", "the ranks disagree"),), ended=True), Decision((3,), opens_vote=True),
+    Decision((3, (None, PLAIN)), absent=((), (0, 5))), Decision(last_joined=(0,)), Decision(asks=(0, 3)),
     *(Decision((1,), (), False, end, "why: ü") for end in EndReason)])
 def test_a_decision_comes_back_from_its_bytes(message: Decision) -> None:
     copy = Decision.from_bytes(message.to_bytes())

@@ -35,6 +35,7 @@ from ...tensorflow.bridge.types import OptionalGradient, Tensor, Variable
 from ...tensorflow.consistency import FirstSteps, require_equal_weights
 from ...tensorflow.gradients import GradientOptions, GradientReducer, indices_of, reduce_gradients
 from ...tensorflow.graph.buckets import ReduceSpec
+from ...tensorflow.kerases import calls_of
 from ..mpi_strategy import MPIStrategy
 from . import step_state
 
@@ -47,6 +48,8 @@ from . import step_state
 _HALVES = (tf.float16, tf.bfloat16)
 _OWN_ROWS = ("use strategy.experimental_distribute_dataset(dataset), or, in the function of "
              "distribute_datasets_from_function, dataset.shard(context.num_input_pipelines, context.input_pipeline_id)")
+_OUTSIDE = ("optimizer.apply reduces the gradients of the ranks in a replica only. Call it in a function that you pass "
+            "to strategy.run: strategy.run(step, args=(batch,)).")
 
 
 class RowReducer(GradientReducer):
@@ -176,8 +179,11 @@ class UnderStrategy:
         slots, state = self._distribution_strategy.extended.slots, step_state.state
         if step_state.strategy_here() is None or state.reducer is not None:  # An outer optimizer has reduced.
             if slots.are_sharded:
-                raise InvalidRequestError(f"{slots.option}: optimizer.apply reduces gradients, so it must run in a "
-                                          "replica. Call optimizer.apply in a function that you pass to strategy.run.")
+                raise InvalidRequestError(f"{slots.option}: {_OUTSIDE}")
+            # The first call in eager code may be there to make the slots.
+            if state.reducer is None and runtime.current().topology.size > 1 and (
+                    not tf.executing_eagerly() or calls_of(self)):  # type: ignore[arg-type]
+                step_state.warn(f"{_OUTSIDE} Unless the script averages them, each rank trains a model of its own.")
             return original_class(type(self)).apply(self, grads, given)
         compare_in_loop(self, variables)
         state.reducer = self._mpistrat.reducer

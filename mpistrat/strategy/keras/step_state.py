@@ -5,7 +5,10 @@ assigns the variable, and the compiled step reads it. Each model has its own fla
 """
 
 import contextlib
+import sys
 import threading
+import traceback
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -14,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from ...keras.bridge.measures import LocalScalar, rows_of
+from ...process.error_text import is_users
 from ...tensorflow.bridge.program_order import captured_in_function
 from ...tensorflow.gradients import GradientReducer
 from ...tensorflow.list_ops import loss_weighted
@@ -69,6 +73,12 @@ class StepState(threading.local):
 
 
 state = StepState()
+
+
+def warn(text: str) -> None:
+    """Issue a warning that names the line of user code. Local."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe()))
+    warnings.warn(text, stacklevel=next((level for level, file in enumerate(files, 1) if is_users(file)), 1))
 
 
 def strategy_here() -> MPIStrategy | None:

@@ -5,9 +5,6 @@ functions that it calls (reduce_per_replica, the seeds) run while TensorFlow tra
 """
 
 import contextlib
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -30,7 +27,6 @@ from ...keras.fit.fit_callbacks import users_callbacks
 from ...keras.fit.fit_checks import reads_logs
 from ...keras.fit.written_once import assign_roles, entry_of, written_once
 from ...keras.sync_batch_norm import SyncBatchNormalization
-from ...process.error_text import is_users
 from ...tensorflow import files
 from ...tensorflow.bridge import names
 from ...tensorflow.bridge.types import Structure, TensorLike
@@ -50,12 +46,6 @@ T = TypeVar("T")
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def _users_level() -> int:
-    """Return the `stacklevel` with which a warning of the calling function names the line of user code."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    return next((level for level, (frame, _) in enumerate(frames, 1) if is_users(frame.f_code.co_filename)), 1)
-
-
 @replaces(Trainer, "_make_function",
           "the number of rows would not be known, and no warning would name a model that is not synchronised",
           "self.distribute_strategy.run(step_function")
@@ -64,12 +54,11 @@ def make_function(original: Function, self: keras.Model, step_function: Function
     if strategy is None:
         if step_function == self.train_step and runtime.is_initialized() and runtime.current().topology.size > 1 \
                 and not distributed_in(self.optimizer):
-            warnings.warn("the model was built outside of strategy.scope(), so each rank trains a separate "
-                          "model. Build and compile it under `with strategy.scope():`.", stacklevel=_users_level())
+            step_state.warn("the model was built outside of strategy.scope(), so each rank trains a separate model. "
+                            "Build and compile it under `with strategy.scope():`.")
         return original(self, step_function)
     if self.jit_compile and (reason := xla.why_not()):
-        warnings.warn(f"jit_compile=True is switched off: XLA cannot compile collectives ({reason}).",
-                      stacklevel=_users_level())
+        step_state.warn(f"jit_compile=True is switched off: XLA cannot compile collectives ({reason}).")
         self.jit_compile = False
     # Keras' own steps do not use the logs, so the ranks may return different logs.
     logs_may_differ = all(getattr(type(self), name) is getattr(keras.Model, name) for name in (
@@ -183,11 +172,9 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
     _set_usual_rows(self, int(rows) if rows is not None else 1, is_of_fit=iterator is not None)
     if rows is not None and not int(rows):
         data_batch = tf.nest.map_structure(_any_rows, data_batch)
-    # A model without a call() is built by its train_step, as without a strategy; so is one with a train_step of its own
-    # whose call() does not take the batches of fit, such as a GAN's of the generator.
+    # A train_step of its own builds a model without a call(), and a model whose call() takes other inputs, as a GAN's.
     if getattr(type(self), "call", None) is not keras.Model.call:
-        has_own_step = type(self).train_step is not keras.Model.train_step
-        with contextlib.suppress(*(ValueError, RuntimeError) if has_own_step else ()):
+        with contextlib.suppress(*[] if type(self).train_step is Trainer.train_step else (ValueError, RuntimeError)):
             original(self, None, data_batch)
     with strategy.scope():  # The metrics may have been made outside of it.
         for variable in (variable for metric in self.metrics for variable in metric.variables):
@@ -303,9 +290,8 @@ def assign_add(original: Function, self: keras.Variable, value: TensorLike) -> o
 
 def _keep_statistics_without_rows(model: keras.Model, step: Callable[[], T]) -> T:
     """Run a step. If this rank has no rows, restore its running statistics, except those of synchronised layers."""
-    of_all_ranks = IdentitySet(
-        variable for layer in all_layers(model) for variable in layer.variables
-        if getattr(layer, "synchronized", False) or isinstance(layer, SyncBatchNormalization))
+    of_all_ranks = IdentitySet(variable for layer in all_layers(model) if getattr(layer, "synchronized", False)
+                               or isinstance(layer, SyncBatchNormalization) for variable in layer.variables)
     variables = [v for v in running_statistics(model) if v not in of_all_ranks] if state.rows is not None else []
     if not variables:
         return step()
