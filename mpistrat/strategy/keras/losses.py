@@ -197,7 +197,8 @@ def _exponents(result: tf.Tensor) -> set[int]:
             value = tf.get_static_value(tensor)
             return {0} if value is None or np.any(value) else {0, 1}
         if op.type in _DIVIDE and op not in with_losses:
-            return {0, 1}
+            divisor = tf.get_static_value(op.inputs[1])
+            return {0, 1} if divisor is None or divisor >= size else of(op.inputs[0])
         if op.type in _MULTIPLY and size in map(tf.get_static_value, op.inputs):
             return {0, 1}  # Perhaps the step itself undoes the division.
         if op.type not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
