@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -137,9 +137,8 @@ def host_options(hosts: HostList, launcher: Launcher) -> tuple[str, ...]:
 def _slots_for(host: Host, launcher: Launcher) -> int:
     if host.extras or ("@" in host.name and not launcher.has_comments):
         what = ", ".join(host.extras) or host.name
-        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, but the hostfile has another syntax: "
-                          f"{what} cannot be translated. Write the file for {launcher.name} (see hostfiles/), or use "
-                          "-H.")
+        raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s, but the hostfile has other syntax: {what} "
+                          f"cannot be translated. Write the file for {launcher.name} (see hostfiles/), or use -H.")
     if host.slots is None and launcher.needs_slots:
         # Open MPI uses the number of cores of the host, which is not known here.
         raise LaunchError(f"{host.where}: this mpirun is {launcher.name}'s and needs the number of ranks of "
@@ -166,8 +165,7 @@ _SETTINGS = {
                                             "time until a stall ends the job"),
     "--num-nccl-streams": ("MPISTRAT_NUM_NCCL_STREAMS", "N", "number of NCCL communicators"),
     "--timeline-filename": ("MPISTRAT_TIMELINE", "FILE", "file for a timeline of all ranks"),
-    "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown"),
-}
+    "--log-level": ("MPISTRAT_LOG_LEVEL", "LEVEL", "least severity of the messages shown")}
 # Options without a value that set a variable.
 _FLAGS = {"--disable-cache": ("MPISTRAT_CACHE_CAPACITY", "0", "ranks cache no requests"),
           "--timeline-mark-cycles": ("MPISTRAT_TIMELINE_MARK_CYCLES", "1", "mark starts of operations in the timeline"),
@@ -178,8 +176,7 @@ _REFUSED = {
                      "--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather",
                      "--no-hierarchical-allgather", "--torus-allreduce", "--no-torus-allreduce", "--thread-affinity",
                      "--mpi-threads-disable"), "there is nothing to tune"),
-    "--config-file": "write the options on the command line, or set variables (docs/settings.md)",
-}
+    "--config-file": "write the options on the command line, or set variables (docs/settings.md)"}
 _IGNORED = ("--mpi", "--tcp", "--log-without-timestamp")
 
 
@@ -235,17 +232,6 @@ def horovod_variables(options: argparse.Namespace, launcher: Launcher) -> dict[s
 # -- the parts of the command line ------------------------------------------------------------------------------------
 
 AUTO = 0  # the value of `-np auto` until the number of ranks is determined
-# Options of mpistrat, and the number of values of each.
-_OWN_ARITY = {
-    **dict.fromkeys((
-        "-np", "-H", "--hostfile", "--mpirun", "--output-filename", "--grace-period", "--min-np", "--max-np",
-        "--host-discovery-script", "--slots-per-host", "--elastic-timeout", "--reset-limit", "--elastic-checkpoint",
-        "--elastic-checkpoint-every", "--efficiency", "--ssh-port", "--ssh-identity-file", "--network-interface",
-        "--mpi-args", "--start-timeout", *_SETTINGS), 1),
-    **dict.fromkeys((
-        "--oversubscribe", "--force", "--dry-run", "--traceback", "--all-output", "--help", "--elastic",
-        "--restart-failed", "--as-horovod", "--check-build", *_FLAGS, *_IGNORED), 0),
-    "--blacklist-cooldown-range": 2}
 _NEAR = 0.85  # least similarity of a misspelled option to the suggested option (cutoff of difflib)
 # Other names of mpistrat's options, from horovodrun and the different mpiruns.
 _ALIASES = {
@@ -253,8 +239,7 @@ _ALIASES = {
     "-hostfile": "--hostfile", "-f": "--hostfile", "-machinefile": "--hostfile", "--machinefile": "--hostfile",
     "-oversubscribe": "--oversubscribe", "-h": "--help", "-output-filename": "--output-filename",
     "--min-num-proc": "--min-np", "--max-num-proc": "--max-np", "-p": "--ssh-port", "-i": "--ssh-identity-file",
-    "-cb": "--check-build", "--network-interfaces": "--network-interface",
-}
+    "-cb": "--check-build", "--network-interfaces": "--network-interface"}
 # Options of all launchers, and the number of values of each option. The launcher is not yet known here.
 _MPIRUN_ARITY = {name: arity for launcher in STARTED for name, arity in launcher.options.items()}
 
@@ -268,14 +253,14 @@ class CommandLine:
     command: tuple[str, ...]
 
 
-def split_arguments(arguments: list[str]) -> CommandLine:
-    """Assign each argument to mpistrat, to mpirun or to the command.
+def split_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> CommandLine:
+    """Assign each argument to mpistrat, to mpirun or to the command. `parser`: The parser of mpistrat's options.
 
     Raises LaunchError: An option lacks its value or is not supported, or it is not clear where the command begins.
     """
     own: list[str] = []
     mpirun: list[str] = []
-    i = 0
+    known, i = parser._option_string_actions, 0
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] != "--":
         option, equals, value = arguments[i].partition("=")
         option = _ALIASES.get(option, option)
@@ -284,9 +269,9 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                               f"{_REFUSED[option]}. Leave the option out.")
         name = option.lstrip("-")
         rest = arguments[i + 1:]
-        if option in _OWN_ARITY:
+        if option in known:
             # As one argument, because argparse takes a separate value that begins with a dash for an option.
-            arity = 0 if equals else _OWN_ARITY[option]
+            arity = 0 if equals or known[option].nargs is not None else len(str(known[option].metavar).split())
             if len(rest) < arity:
                 raise LaunchError(f"{option} needs a value, like -np in: mpistrat run -np 2 python train.py")
             own.append(f"{option}={' '.join(rest[:arity])}" if arity else f"{option}{equals}{value}")
@@ -297,7 +282,8 @@ def split_arguments(arguments: list[str]) -> CommandLine:
                 mpirun += [option, value]
             else:
                 mpirun += [arguments[i], *rest[:arity]]
-        elif near := difflib.get_close_matches(option, [] if "--" in rest else _OWN_ARITY, 1, _NEAR):
+        elif "--" not in rest and (near := difflib.get_close_matches(
+                option, [*known, *(f"--{each}" for each in _MPIRUN_ARITY)], 1, _NEAR)):
             raise LaunchError(f"{option} is no option of mpistrat run. Did you mean {near[0]}? If mpirun has this "
                               "option, write -- before the program (python ...).")
         elif equals:
@@ -317,10 +303,10 @@ def split_arguments(arguments: list[str]) -> CommandLine:
     return CommandLine(tuple(own), tuple(mpirun), tuple(arguments[i:]))
 
 
-def mpirun_options(text: str) -> tuple[str, ...]:
+def mpirun_options(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
     """Return mpirun's options, given the value of --mpi-args. Raises LaunchError: A word is not an option of mpirun."""
     try:
-        parts = split_arguments([*shlex.split(text), "--"])
+        parts = split_arguments([*shlex.split(text), "--"], parser)
     except ValueError as error:  # LaunchError is a subclass.
         raise LaunchError(f"{text!r} is not a list of options for mpirun: {error}") from None
     wrong = " ".join((*parts.own, *parts.command))
@@ -355,6 +341,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(f"mpistrat {command}", usage, description, epilog, allow_abbrev=False,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        """Parse the arguments of the subcommand, whose options also have their other names (_ALIASES)."""
+        words, given, known = [], set(), self._option_string_actions
+        for option, equals, value in (word.partition("=") for word in args):
+            name = _ALIASES.get(option, option)
+            if name not in known and name[0:1] == "-" and (near := difflib.get_close_matches(name, known, 1, _NEAR)):
+                self.error(f"{option} is no option of {self.prog}. Did you mean {near[0]}?")
+            if name in given and known[name].nargs is None and name != "-H":
+                self.error(f"{name} is given twice. Leave out one of them.")
+            given.add(name)
+            words.append((name if name in known else option) + equals + value)
+        return super().parse_args(words)
+
     def error(self, message: str) -> NoReturn:
         raise LaunchError(message)
 
@@ -365,9 +364,8 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
                         help="number of ranks (processes). auto: one per slot of -H or the hostfile, else one per GPU, "
                         "or per two cores, of this host")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...",
-                       help="hosts, with the number of ranks for each; default: all ranks on this host, or in the "
-                       "allocation of the batch system")
+    where.add_argument("-H", dest="hosts", action="append", metavar="HOST:SLOTS,...", help="hosts, with the number of "
+                       "ranks for each; default: all ranks on this host, or in the allocation of the batch system")
     where.add_argument("--hostfile", metavar="FILE",
                        help="a file of hosts, in the syntax of Open MPI ('node1 slots=4') or MPICH ('node1:4')")
     parser.add_argument("--oversubscribe", action="store_true", help="allow more ranks than the hosts have slots")

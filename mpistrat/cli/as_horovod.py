@@ -63,8 +63,7 @@ def first_line() -> str:
 
 def main(argv: list[str]) -> int:
     """Run `mpistrat as-horovod` and return 0. Raises LaunchError for wrong input."""
-    parser = Parser("as-horovod", "Print the shell lines after which `import horovod` finds mpistrat.",
-                    _EPILOG)
+    parser = Parser("as-horovod", "Print the shell lines after which `import horovod` finds mpistrat.", _EPILOG)
     parser.add_argument("--env", nargs="?", const="", choices=_WORDS, metavar="keras2",
                         help=f"print the lines for a shell; {_WORDS_HELP}")
     words = parser.parse_args(argv).env

@@ -134,9 +134,8 @@ class Point:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as a dictionary for --json. The units are seconds, bytes, and bytes per second."""
-        return {**asdict(self), "bus_bytes_per_s": self.bus_bytes_per_s,
-                "times_as_long_as_mpi": self.times_as_long_as_mpi,
-                "times_as_long_as_memcpy": self.mpistrat_s / self.memcpy_s}
+        return {**asdict(self), "bus_bytes_per_s": self.bus_bytes_per_s, "times_as_long_as_mpi":
+                self.times_as_long_as_mpi, "times_as_long_as_memcpy": self.mpistrat_s / self.memcpy_s}
 
 
 def repeats_for(nbytes: int) -> int:
@@ -522,6 +521,8 @@ def _parser() -> Parser:
                         help=f"one or more of {', '.join(CASES)}; default: all")
     parser.add_argument("--repeats", metavar="N", help="repetitions of each case; by default more for small cases",
                         type=number(int, lambda n: n >= 1, "a whole number of at least 1 is needed. Received: {}"))
+    parser.add_argument("-np", help=argparse.SUPPRESS, type=number(int, lambda n: False, "bench runs on the ranks of a "
+                        "job. Type: mpistrat run -np {} mpistrat bench"))
     parser.add_argument("--json", metavar="FILE", help="write the results to a file, as JSON")
     parser.add_argument("--plot", metavar="FILE",
                         help=f"plot the bandwidth of the all-reduces against their bytes ({', '.join(_PICTURES)})")

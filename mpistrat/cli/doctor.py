@@ -18,21 +18,10 @@ from ..api.common import Row
 from ..core.errors import LaunchError
 from ..core.install import missed_requirement, numbers, pip, pip_extra
 from ..core.topology import describe_by_rank
+from . import inventory
 from .arguments import AUTO, Parser, add_launch_options, counted, positive_seconds, read_hosts
 from .child import understood
 from .doctor_rank import Facts, Link, collect
-from .inventory import (
-    LEAST_FILES,
-    automatic,
-    backend_rows,
-    busy_cores,
-    gpu_rows,
-    has_nvidia_driver,
-    mpi_rows,
-    nvidia_gpus,
-    probe,
-    software,
-)
 from .mpirun import Job, LaunchCommand, check_count, compose, find_mpirun, identify, this_machine, with_home
 from .rank_command import in_shell
 from .ssh import hosts_by_ssh, unreachable
@@ -190,20 +179,19 @@ def _cores(observed: Observed) -> Iterator[Finding]:
         if not one.cores:
             continue
         if count > one.cores:
-            yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} share "
-                          f"{counted(one.cores, 'core')}", f"start only {one.cores} there, for example "
-                          f"-H {host}:{one.cores}")
+            yield Finding("cores", WARNING, f"{host}: {counted(count, 'rank')} share {counted(one.cores, 'core')}",
+                          f"start only {one.cores} there, for example -H {host}:{one.cores}")
         if one.quota is not None and one.quota < one.cores:
             yield Finding("cores", WARNING, f"{host}: the container may use {one.quota:g} cores, but TensorFlow "
                           f"starts threads for {one.cores}; the container pauses whenever the quota is used up",
                           f"docker run --cpuset-cpus=0-{max(0, int(one.quota) - 1)} in place of --cpus; in Kubernetes "
                           "whole CPUs, and requests equal to limits")
-        if busy := busy_cores(one.load, one.cores):
+        if busy := inventory.busy_cores(one.load, one.cores):
             yield Finding("cores", WARNING, f"{host}: {busy}", "ps aux --sort=-%cpu | head")
 
 
 def _limits(observed: Observed) -> Iterator[Finding]:
-    need = observed.ranks + LEAST_FILES
+    need = observed.ranks + inventory.LEAST_FILES
     for host, ranks in _by_host(observed.facts).items():
         left = min((each.files for each in ranks if each.files is not None), default=None)
         if left is not None and left < need:
@@ -263,8 +251,7 @@ def _links(observed: Observed) -> Iterator[Finding]:
         if abs(link.offset_s) - link.offset_error_s > _CLOCK_S:
             late, early = link.hosts if link.offset_s > 0 else link.hosts[::-1]
             yield Finding("clocks", WARNING, f"the clock of {early} is {abs(link.offset_s):.1f} s ahead of that of "
-                          f"{late}: times in logs and of files cannot be compared",
-                          "timedatectl set-ntp true, on both")
+                          f"{late}: times in logs and of files cannot be compared", "timedatectl set-ntp true, on both")
 
 
 def _result(observed: Observed) -> Iterator[Finding]:
@@ -405,7 +392,7 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     hosts = read_hosts(options)
     if options.np == AUTO:
-        options.np, _ = automatic(hosts, this_machine(os.environ), os.environ)
+        options.np, _ = inventory.automatic(hosts, this_machine(os.environ), os.environ)
     ranks = options.np or (0 if hosts is None else hosts.slots or 0)
     if hosts is not None and not ranks:
         raise LaunchError("a host in the hostfile has no number of slots. Write the number of ranks, for example: "
@@ -424,9 +411,10 @@ def main(argv: list[str]) -> int:
         command = compose(job, mpirun, machine, os.environ)
     say: Callable[[str], None] = (lambda text: None) if options.json else print
 
-    found, has_driver = probe(), has_nvidia_driver()
-    rows = [*software(), *mpi_rows(found, mpirun, mpirun_error), *gpu_rows(found, nvidia_gpus(os.environ), has_driver)]
-    backends = backend_rows(found, has_driver)
+    found, has_driver = inventory.probe(), inventory.has_nvidia_driver()
+    rows = [*inventory.software(), *inventory.mpi_rows(found, mpirun, mpirun_error),
+            *inventory.gpu_rows(found, inventory.nvidia_gpus(os.environ), has_driver)]
+    backends = inventory.backend_rows(found, has_driver)
     say(_table("This machine", rows))
     say(_table("Backends", backends))
     if ranks:

@@ -218,8 +218,7 @@ def limits_of(options: argparse.Namespace) -> Limits:
             cooldown = first, longest
         except ValueError:
             raise LaunchError(f"--blacklist-cooldown-range {options.blacklist_cooldown_range} is not two numbers of "
-                              "seconds, the lower one first. Write for example: --blacklist-cooldown-range 30 600"
-                              ) from None
+                              "seconds, the lower one first. Write: --blacklist-cooldown-range 30 600") from None
     for name, least in (("elastic_timeout", 0), ("reset_limit", 0), ("slots_per_host", 1),
                         ("elastic_checkpoint_every", 1)):
         value = getattr(options, name)

@@ -132,9 +132,8 @@ def _results(directory: Path, ranks: int, code: int) -> list[Any]:
                        f"{outcome.error}") from cause if isinstance(cause, BaseException) else None
     missing = [rank for rank in range(ranks) if rank not in outcomes]
     if code or missing:
-        raise RunError(f"the job has ended with exit code {code}, and "
-                       + (f"ranks {missing} have returned no result" if missing else "all ranks have returned a result")
-                       + ". The output of the job has the reason.")
+        lack = f"ranks {missing} have returned no result" if missing else "all ranks have returned a result"
+        raise RunError(f"the job has ended with exit code {code}, and {lack}. The output of the job has the reason.")
     results = []
     for rank, outcome in outcomes.items():
         assert outcome.result is not None

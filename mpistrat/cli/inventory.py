@@ -139,8 +139,7 @@ def software() -> list[Row]:
           if (sentence := other_python(name, os.environ))),
         Row("mpistrat", __version__),
         framework_row("TensorFlow", installed(TENSORFLOW), (2, 16)),
-        framework_row("Keras", installed(KERAS), (3, 0)),
-    ]
+        framework_row("Keras", installed(KERAS), (3, 0))]
 
 
 def framework_row(label: str, found: tuple[str, str] | None, oldest: tuple[int, int]) -> Row:
@@ -230,9 +229,8 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     if program is None:
         return []
     try:
-        done = subprocess.run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"],
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S,
-                              check=True)
+        done = subprocess.run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"], check=True,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]

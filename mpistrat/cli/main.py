@@ -19,8 +19,7 @@ COMMANDS = {
     "top": "show what the ranks of a running job do, and which rank is the slowest",
     "bench": "measure collectives on the ranks of a job",
     "timeline": "summarise a timeline: where the time went, which rank came last, which operations were not fused",
-    "as-horovod": "let unedited programs that import horovod use mpistrat, under mpirun or srun",
-}
+    "as-horovod": "let unedited programs that import horovod use mpistrat, under mpirun or srun"}
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 

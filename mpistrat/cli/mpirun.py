@@ -198,9 +198,8 @@ def find_mpirun(wanted: str | None, environ: Mapping[str, str]) -> str:
 def identify(path: str) -> Mpirun:
     """Identify the mpirun at `path` by its --version. Raises LaunchError: --version fails, or names no known MPI."""
     try:
-        done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=_VERSION_TIMEOUT_S, check=False,
-                              env=with_home(os.environ))
+        done = subprocess.run([path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False,
+                              stderr=subprocess.STDOUT, timeout=_VERSION_TIMEOUT_S, env=with_home(os.environ))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version fails: {error}. Choose another mpirun with --mpirun PATH.") from None
     text = done.stdout.decode(errors="replace")
@@ -233,9 +232,6 @@ def parse_version(text: str) -> tuple[Launcher | None, str]:
 def this_machine(environ: Mapping[str, str]) -> Machine:
     """Return the properties of the machine that this process runs on."""
     name = socket.gethostname()
-    return Machine(
-        cores=len(physical_cores(own_cpus())) or os.cpu_count() or 1,
-        is_root=os.geteuid() == 0,
-        names=frozenset(("localhost", "127.0.0.1", name, name.split(".")[0])),
-        has_allocation=any(variable in environ for variable in _ALLOCATIONS),
-    )
+    return Machine(cores=len(physical_cores(own_cpus())) or os.cpu_count() or 1, is_root=os.geteuid() == 0,
+                   names=frozenset(("localhost", "127.0.0.1", name, name.split(".")[0])),
+                   has_allocation=any(variable in environ for variable in _ALLOCATIONS))

@@ -15,19 +15,7 @@ from ..core.slowest import Waits, figure, shares_of
 from ..process.launch_env import RUN_CORES, RUN_STEPS, launched_size
 from ..process.launchers import STARTED
 from ..process.step_timer import LEAST_STEPS, StepTimes
-from . import as_horovod, elastic_run
-from .arguments import (
-    AUTO,
-    Parser,
-    add_horovod_options,
-    add_launch_options,
-    counted,
-    horovod_variables,
-    mpirun_options,
-    read_hosts,
-    seconds,
-    split_arguments,
-)
+from . import arguments, as_horovod, elastic_run
 from .inventory import automatic, busy_cores, has_nvidia_driver
 from .main import main as mpistrat_command
 from .mpirun import (
@@ -184,12 +172,13 @@ class Plan:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, tuple[str, ...], tuple[str, ...]]:
     """Return the options of mpistrat, the options of mpirun, and the command. Raises LaunchError: wrong arguments."""
-    arguments = split_arguments(argv)
-    options = _parser().parse_args(arguments.own)
-    if options.np == AUTO:
-        options.np, said = automatic(read_hosts(options), this_machine(os.environ), os.environ)
+    parser = _parser()
+    parts = arguments.split_arguments(argv, parser)
+    options = parser.parse_args(parts.own)
+    if options.np == arguments.AUTO:
+        options.np, said = automatic(arguments.read_hosts(options), this_machine(os.environ), os.environ)
         print(f"mpistrat run: -np auto is {said}", file=sys.stderr)
-    return options, (*arguments.mpirun, *mpirun_options(options.mpi_args)), arguments.command
+    return options, (*parts.mpirun, *arguments.mpirun_options(options.mpi_args, parser)), parts.command
 
 
 def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[str, ...],
@@ -200,7 +189,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     """
     if options.np is None:
         raise LaunchError(f"-np is missing. Write the number of ranks, for example: {EXAMPLE}")
-    command, hosts = checked(command, environ), read_hosts(options)
+    command, hosts = checked(command, environ), arguments.read_hosts(options)
     if options.start_timeout is not None and not options.start_timeout > 0:  # This also refuses NaN.
         raise LaunchError(f"--start-timeout {options.start_timeout:g} is not a number of seconds above 0")
     mpirun, machine = mpirun or identify(find_mpirun(options.mpirun, environ)), this_machine(environ)
@@ -215,7 +204,7 @@ def plan(options: argparse.Namespace, passed: tuple[str, ...], command: tuple[st
     stdin = own if own is not None and is_direct and not (own.is_empty and mpirun.launcher.no_stdin) else None
     job = replace(job, reads_stdin=not is_direct, command=in_shell(
         command, options.np, options.output_filename or None, is_announced, stdin))
-    named = {**as_horovod.variables(options.as_horovod, environ), **horovod_variables(options, mpirun.launcher)}
+    named = as_horovod.variables(options.as_horovod, environ) | arguments.horovod_variables(options, mpirun.launcher)
     return Plan(command, job, mpirun, machine, named, others, is_announced, check_count(job, machine, options.force))
 
 
@@ -244,20 +233,21 @@ def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
     return {} if mpirun.launcher.is_binding else {RUN_CORES: "report" if says_which else "1"}
 
 
-def _parser() -> Parser:
+def _parser() -> arguments.Parser:
     makers = ", ".join(launcher.name for launcher in STARTED)
-    parser = Parser("run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG,
-                    "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
-    add_launch_options(parser)
+    parser = arguments.Parser(
+        "run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG,
+        "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
+    arguments.add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="write the output of "
                         "rank R to DIR/rank.R/stdout and DIR/rank.R/stderr; the last lines, on why a job has failed, "
                         "still go to the terminal")
-    parser.add_argument("--grace-period", type=seconds, metavar="S", help="seconds that the ranks have to save and to "
-                        f"end after SIGTERM or Ctrl-C (default {_GRACE_S:g}; not for --elastic)")
+    parser.add_argument("--grace-period", type=arguments.seconds, metavar="S", help="seconds that the ranks have to "
+                        f"save and to end after SIGTERM or Ctrl-C (default {_GRACE_S:g}; not for --elastic)")
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
-    add_horovod_options(parser)
+    arguments.add_horovod_options(parser)
     parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
                         "and on all ranks, print how many times as fast all ranks train, and end")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
@@ -301,7 +291,8 @@ def measure_efficiency(options: argparse.Namespace, launch_on: Callable[[int, Ma
               "these processes, type: ps aux --sort=-%cpu | head", file=sys.stderr)
     speeds = {}
     for number in (1, ranks):
-        print(f"mpistrat run: the first {steps} steps on {counted(number, 'rank')}", file=sys.stderr, flush=True)
+        on = arguments.counted(number, "rank")
+        print(f"mpistrat run: the first {steps} steps on {on}", file=sys.stderr, flush=True)
         outcome = launch_on(number, {RUN_STEPS: str(steps)})
         if outcome.code:
             return outcome.code
@@ -316,7 +307,7 @@ def speed_of(measured: Mapping[int, StepTimes], ranks: int, wanted: int) -> Spee
     times = list(measured.values())
     few = min((each.counted for each in times if not each.steps), default=0 if len(times) < ranks else None)
     if few is not None:
-        what = f"{counted(few, 'step')}" if few else "a step that averages gradients"
+        what = f"{arguments.counted(few, 'step')}" if few else "a step that averages gradients"
         remedy = f"Ask for fewer than {few} steps, or train for more epochs." if few >= LEAST_STEPS else \
             "Steps are counted in fit, and where a DistributedOptimizer, a DistributedGradientTape or an optimizer " \
             "under MPIStrategy averages gradients."
@@ -336,7 +327,6 @@ def sentence(one: Speed, all_ranks: Speed, ranks: int) -> str:
     else:
         times = all_ranks.steps_per_s / one.steps_per_s * (1 if all_ranks.is_global else ranks)
         assumed = "" if all_ranks.is_global else ", if each rank's batch is as large as that of the one rank"
-        detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one " \
-                 f"rank{assumed}"
+        detail = f"{figure(all_ranks.steps_per_s)} steps per second, and {figure(one.steps_per_s)} on one rank{assumed}"
     return f"{ranks} ranks train {times:.3g} times as fast as one, an efficiency of {times / ranks:.0%}: {detail}" \
            f"{all_ranks.shares}."

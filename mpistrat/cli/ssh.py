@@ -27,8 +27,7 @@ _REMEDIES = (
     ("resolve hostname", "Correct the name in -H or in the hostfile; `getent hosts {host}` must find it."),
     ("Permission denied", "Your key is not accepted there. Type `ssh-copy-id {host}`, or use --ssh-identity-file."),
     ("Host key verification", "Connect once by hand to accept the host key: `ssh {host}`."),
-    ("refused", "No ssh server listens on this port; set --ssh-port."),
-)
+    ("refused", "No ssh server listens on this port; set --ssh-port."))
 # Runs on a host, with paths of programs as arguments. Prints the first path that is not an executable file.
 _LOOK = f'for path; do test -x "$path" || {{ echo "$path" >&2; exit {_LACKS}; }}; done'
 _NO_ANSWER = "Check that the host is on and no firewall blocks ssh."
@@ -42,8 +41,7 @@ def hosts_by_ssh(hosts: HostList | None, machine: Machine, options: Sequence[str
     """
     is_other = machine.has_allocation or any(name in environ for each in STARTED for name in each.ssh_agents) or any(
         word in option for option in options for word in _AGENT_WORDS)
-    return [] if hosts is None or is_other else [
-        host.name for host in hosts.hosts if host.name not in machine.names]
+    return [] if hosts is None or is_other else [host.name for host in hosts.hosts if host.name not in machine.names]
 
 
 def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequence[str] = ()
@@ -64,8 +62,7 @@ def unreachable(hosts: Sequence[str], environ: Mapping[str, str], needed: Sequen
     look = shlex.join(("sh", "-c", _LOOK, "sh", *needed))
     found = {}
     with contextlib.ExitStack() as tries:
-        children = {host: tries.enter_context(Child([*argv, host, look], environ))
-                    for host in hosts[:_MOST_AT_ONCE]}
+        children = {host: tries.enter_context(Child([*argv, host, look], environ)) for host in hosts[:_MOST_AT_ONCE]}
         until = time.monotonic() + _LIMIT_S
         for host, child in children.items():
             code = child.wait(until)

@@ -80,8 +80,7 @@ _MEANINGS = {
     "waiting": "the rank waited for the rank that came last",
     "agreeing": "all ranks had submitted the operation, and nothing was reduced yet",
     "moving": "bytes were reduced or gathered",
-    "hidden": "share of a step's operations that ran while the step still computed gradients",
-}
+    "hidden": "share of a step's operations that ran while the step still computed gradients"}
 
 
 def _text_of(analysis: Analysis, path: str, measured: Sequence[Mapping[str, Any]] = ()) -> str:

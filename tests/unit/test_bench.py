@@ -11,36 +11,24 @@ from typing import Any
 import pytest
 
 from mpistrat.cli import bench
-from mpistrat.cli.bench import (
-    CASES,
-    Case,
-    Output,
-    Point,
-    Table,
-    binary_text,
-    decimal_text,
-    plot,
-    ratio_text,
-    repeats_for,
-)
 from mpistrat.core.errors import MpistratError
 from mpistrat.core.install import pip_extra
 from mpistrat.process import procfs
 
 
-def point(**changes: object) -> Point:
+def point(**changes: object) -> bench.Point:
     values: dict = {"case": "1GB", "operation": "allreduce", "tensors": 1, "nbytes": 10**9, "ranks": 4,
                     "mpistrat_s": 0.5, "mpi_s": 1.0, "memcpy_s": 0.125, "hidden": 0.755,
                     **changes}
-    return Point(**values)
+    return bench.Point(**values)
 
 
 @pytest.mark.parametrize(("name", "tensors", "parameters"), [
     ("1KB", 1, 256), ("64MB", 1, 2**24), ("400x1KB", 400, 102_400), ("resnet50", 161, 25_557_032),
     ("bert", 199, 109_482_240)])
 def test_the_cases_have_the_networks_numbers_of_parameters(name: str, tensors: int, parameters: int) -> None:
-    assert len(CASES[name].shapes) == tensors
-    assert CASES[name].nbytes == 4 * parameters
+    assert len(bench.CASES[name].shapes) == tensors
+    assert bench.CASES[name].nbytes == 4 * parameters
 
 
 @pytest.mark.parametrize(("ranks", "gigabytes_per_second"), [(1, 0), (2, 2), (4, 3), (1000, 3.996)])
@@ -50,7 +38,7 @@ def test_bus_bandwidth_is_what_each_link_carries(ranks: int, gigabytes_per_secon
 
 
 def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
-    table = Table({"1GB": Case([(2**28,)]), "small": Case([(1,)])})
+    table = bench.Table({"1GB": bench.Case([(2**28,)]), "small": bench.Case([(1,)])})
     titles = table.header()
     rows = [table.row(point()), table.row(point(case="small", nbytes=4, mpistrat_s=1e-4, mpi_s=None, hidden=None)),
             table.row(point(mpi_s=0.1))]
@@ -82,7 +70,7 @@ def test_the_file_says_the_same_as_the_table() -> None:
 
 
 def test_large_cases_are_repeated_a_few_times_and_small_ones_not_for_ever() -> None:
-    assert [repeats_for(nbytes) for nbytes in (0, 1024, 2**25, 2**33)] == [200, 200, 44, 5]
+    assert [bench.repeats_for(nbytes) for nbytes in (0, 1024, 2**25, 2**33)] == [200, 200, 44, 5]
 
 
 def test_a_slow_machine_repeats_a_case_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +81,11 @@ def test_a_slow_machine_repeats_a_case_less_often(monkeypatch: pytest.MonkeyPatc
     assert [count for count in counts if count != bench._WARM_UP] == [6, 70]
 
 
-def figures(*points: Point, path: Path) -> Any:
+def figures(*points: bench.Point, path: Path) -> Any:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyplot, "close", lambda figure: None)
-        plot(points, str(path), "a title")
+        bench.plot(points, str(path), "a title")
     figure = pyplot.gcf()
     pyplot.close(figure)
     return figure
@@ -123,9 +111,10 @@ def test_the_plot_joins_single_tensors_only_and_names_what_it_is_compared_with(t
 
 
 def test_bytes_have_units_and_a_ratio_below_one_is_a_fraction() -> None:
-    assert [ratio_text(ratio) for ratio in (1 / 128, 0.5, 1, 16)] == ["1/128", "1/2", "1", "16"]
-    assert [binary_text(value) for value in (1, 1000, 2**16, 10**8)] == ["1 B", "1e+03 B", "64 KB", "95.4 MB"]
-    assert [decimal_text(value) for value in (1, 1000, 2**16, 10**8)] == ["1 B/s", "1 KB/s", "65.5 KB/s", "100 MB/s"]
+    assert [bench.ratio_text(ratio) for ratio in (1 / 128, 0.5, 1, 16)] == ["1/128", "1/2", "1", "16"]
+    assert [bench.binary_text(value) for value in (1, 1000, 2**16, 10**8)] == ["1 B", "1e+03 B", "64 KB", "95.4 MB"]
+    assert [bench.decimal_text(value) for value in (1, 1000, 2**16, 10**8)] == [
+        "1 B/s", "1 KB/s", "65.5 KB/s", "100 MB/s"]
 
 
 def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
@@ -138,7 +127,7 @@ def test_the_plot_of_one_rank_has_no_ratio_to_mpi(tmp_path: Path) -> None:
 def test_a_row_is_printed_once_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
 
-    def measured(name: str, *rest: object) -> Point:
+    def measured(name: str, *rest: object) -> bench.Point:
         printed.append(capsys.readouterr().out)
         return point(case=name, ranks=1, mpi_s=None)
 
@@ -165,13 +154,13 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_bar_on_a_terminal_and_plain_text_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     on_terminal(monkeypatch)
-    assert Output(3, is_chief=True).bar is not None
-    assert Output(3, is_chief=False).bar is None
+    assert bench.Output(3, is_chief=True).bar is not None
+    assert bench.Output(3, is_chief=False).bar is None
     monkeypatch.setenv("TERM", "dumb")
-    assert Output(3, is_chief=True).bar is None
+    assert bench.Output(3, is_chief=True).bar is None
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    assert Output(3, is_chief=True).bar is None
+    assert bench.Output(3, is_chief=True).bar is None
 
 
 def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +182,7 @@ def test_the_pty_of_a_rank_is_no_terminal_unless_its_launchers_output_is_one(mon
 
 def test_lines_stand_above_the_bar_and_the_cursor_is_never_left_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
-    with Output(2, is_chief=True) as bar:
+    with bench.Output(2, is_chief=True) as bar:
         bar.begin("1KB: mpistrat")
         assert "0/2" in terminal.getvalue() and "1KB: mpistrat" in terminal.getvalue()
         assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")

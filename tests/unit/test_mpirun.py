@@ -108,8 +108,7 @@ def test_host_list(mpirun, expected) -> None:
 @pytest.mark.parametrize("mpirun, name, expected", [
     (OMPI, "mpich.txt", "-H node1:4,node2:4"),
     (HYDRA, "openmpi.txt", "-hosts node1:4,node2:4"),
-    (INTEL, "mpich.txt", "-machinefile {path}"),
-])
+    (INTEL, "mpich.txt", "-machinefile {path}")])
 def test_a_hostfile_of_the_other_mpi_is_translated(mpirun, name, expected) -> None:
     path = str(HOSTFILES / name)
     assert expected.format(path=path) in words(compose(Job(8, TRAIN, read_hostfile(path)), mpirun, LAPTOP, {}))
@@ -170,8 +169,7 @@ def test_each_mpirun_gets_a_hostfile_that_it_reads_or_a_list(tmp_path, text, slo
 @pytest.mark.parametrize("text, complaint", [
     ("node1 slots=2\nnode2\n", r"hosts\.txt:2: this mpirun is MPICH's and needs the number of .* example: node2:4"),
     ("node1 slots=2 port=22\n", r"hosts\.txt:1: this mpirun is MPICH's.*port=22 cannot be translated"),
-    ("me@node1 slots=2\n", r"hosts\.txt:1: .*me@node1 cannot be translated"),
-])
+    ("me@node1 slots=2\n", r"hosts\.txt:1: .*me@node1 cannot be translated")])
 def test_what_cannot_be_translated_is_refused(tmp_path, text, complaint) -> None:
     with pytest.raises(LaunchError, match=complaint):
         compose(Job(2, TRAIN, read_hostfile(write(tmp_path, text))), HYDRA, LAPTOP, {})
@@ -179,8 +177,7 @@ def test_what_cannot_be_translated_is_refused(tmp_path, text, complaint) -> None
 
 @pytest.mark.parametrize("line", [
     "node2 slot=4", "node2 slots=0", "node2 slots=x", "node2 slots=", "node2 4", "node2:", "node2:-1", "node2:2:3",
-    ":4", "no/de:4", "node2:4 slots=4", "node2 slots=4 slots=5", "slots=4", "node2:4 port=",
-])
+    ":4", "no/de:4", "node2:4 slots=4", "node2 slots=4 slots=5", "slots=4", "node2:4 port="])
 def test_a_bad_line_is_named_by_its_number(tmp_path, line) -> None:
     with pytest.raises(LaunchError, match=r"hosts\.txt:3: .* is not a host\. Write for example 'node1 slots=4'"):
         read_hostfile(write(tmp_path, f"# hosts\nnode1\n{line}\nnode3\n"))
