@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -106,11 +107,11 @@ def read(directory: Path, uid: int, time_s: float) -> Found:
     for path in paths:
         try:
             job = _read_file(path, uid)
-            silent_s, first = time_s - job.written, job.ranks[0].pid if job.ranks else None
-            if silent_s >= _SILENT_S and (first is None or procfs.find(first) is None):
-                # A job that is killed leaves its file behind.
-                raise ValueError(f"the file was written {silent_s:.0f} s ago, and the first rank (process {first}) has "
-                                 "ended. Remove the file")
+            silent_s, first = time_s - job.written, procfs.find(job.ranks[0].pid) if job.ranks else None
+            # A job that is killed leaves its file behind. Later another process may get the pid of its first rank.
+            if silent_s >= _SILENT_S and (first is None or silent_s > time.clock_gettime(time.CLOCK_BOOTTIME)
+                                          - first.started / os.sysconf("SC_CLK_TCK")):
+                raise ValueError(f"the file was written {silent_s:.0f} s ago, and the first rank has ended. Remove it")
             jobs.append(job)
         except FileNotFoundError:
             continue  # The job has just ended.
@@ -225,10 +226,9 @@ def _line(now: RankStatus, before: RankStatus | None, written: float) -> RankLin
         seconds = now.written - before.written if before is not None else 0.0
         return (new - old) / seconds if new is not None and old is not None and seconds > 0 else None
 
-    return RankLine(
-        now.rank, now.host, now.pid, now.steps, rate(now.steps, before.steps if before else None),
-        rate(now.rows, before.rows if before else None), now.computing, now.waiting, now.moving, now.hidden,
-        now.rss_bytes, _silence(written - now.written))
+    return RankLine(now.rank, now.host, now.pid, now.steps, rate(now.steps, before.steps if before else None),
+                    rate(now.rows, before.rows if before else None), now.computing, now.waiting, now.moving,
+                    now.hidden, now.rss_bytes, _silence(written - now.written))
 
 
 def _silence(seconds: float) -> float:
@@ -299,9 +299,8 @@ def _job(summary: Summary) -> list["RenderableType"]:
     lines.append(table)
     if len(summary.ranks) > _MOST_RANKS:
         lines.append(Text(f"and {len(summary.ranks) - _MOST_RANKS} more ranks (--json prints all)"))
-    lines += [Text(f"{stall.name} has been incomplete for {_duration(stall.since_s)}: ranks "
-                   f"{rank_list(stall.waiting)} wait for "
-                   f"{f'ranks {rank_list(stall.missing)}' if stall.missing else 'its end'}", style="red")
+    lines += [Text(f"{stall.name} has been incomplete for {_duration(stall.since_s)}: ranks {rank_list(stall.waiting)} "
+                   f"wait for {f'ranks {rank_list(stall.missing)}' if stall.missing else 'its end'}", style="red")
               for stall in summary.stalls]
     return lines
 
@@ -412,7 +411,7 @@ def main(argv: list[str]) -> int:
             print(f"No job of yours runs on this host ({status_directory(os.environ)}). Run mpistrat top on the host "
                   "of rank 0.")
         return _EXIT_NO_JOB
-    if options.json or options.once or options.svg:
+    if options.json or options.once or options.svg or not (options.prometheus or sys.stdout.isatty()):
         time.sleep(_ONCE_S)
         later = _look()
         return _show_once(options, _summaries(_chosen(later, options.job) or jobs, jobs), later)
@@ -490,7 +489,8 @@ def _parser() -> Parser:
     parser = Parser("top", "Show what the ranks of a running job do.", _EPILOG)
     parser.add_argument("job", nargs="?", metavar="JOB", help="the name of a job or of its script, or the beginning of "
                         "a name; default: the one job, or a list of jobs")
-    parser.add_argument("--once", action="store_true", help="show the job once, after measuring it for two seconds")
+    parser.add_argument("--once", action="store_true", help="show the job once, after measuring it for two seconds; "
+                        "the default if stdout is no terminal")
     parser.add_argument("--json", action="store_true", help="print JSON, once")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="show the job once, and save the display as a picture")
     parser.add_argument("--prometheus", type=Path, metavar="FILE", help="also write metrics to a file, at each update, "

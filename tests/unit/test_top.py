@@ -85,9 +85,10 @@ def test_no_directory_is_no_job(tmp_path: Path) -> None:
     (content({"rank": 0, "outstanding": []}), "is incomplete: 'host'. Another version of mpistrat has written the "
      "file. Remove it if its job has ended"),
     (content(rank(0, pid=2**31 - 1), written=NOW - 60), "was written 60 s ago, and the first rank"),
+    (content(rank(0, pid=os.getpid()), written=NOW - 10**6), "was written 1000000 s ago, and the first rank has ended"),
     (content(written=NOW - 60), "was written 60 s ago"),
 ], ids=["cut", "empty", "a list", "a later version", "half a rank", "no ranks", "an earlier build",
-        "an ended job", "a silent job"])
+        "an ended job", "its pid has another process", "a silent job"])
 def test_a_file_that_is_of_no_use_is_named_with_the_reason(directory: Path, text: Any, why: str) -> None:
     path = put(directory, text)
     put(directory, content(rank(0)), "good.json")
@@ -181,8 +182,9 @@ def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_once(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once"]) == 0
+@pytest.mark.parametrize("words", [[], ["--once"]], ids=["no terminal", "--once"])
+def test_once(words: list[str], job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", *words]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "train.py 2 ranks on 1 host" in out
     assert "10 steps and 640 rows per second of all ranks; communication 31% of the time, " \
@@ -254,7 +256,7 @@ def test_it_is_drawn_until_the_job_has_ended_and_another_job_takes_no_place(
         drawn.set()
 
     monkeypatch.setattr(top, "time", SimpleNamespace(time=time.time, sleep=sleep))
-    assert main(["top"]) == 0
+    assert main(["top", "--prometheus", str(directory / "jobs")]) == 0
     *drawings, last = capsys.readouterr().out.splitlines()
     assert last.endswith(" has ended (digits-17). Others run: other-3 (b.py).")
     assert not any("b.py" in line for line in drawings)
