@@ -59,7 +59,7 @@ def understand(text: bytes) -> Words | None:
         for pattern in launcher.endings:
             if match := re.search(pattern, flat):
                 found = match.groupdict()
-                numbers = {name: int(found[name]) for name in ("code", "signal") if name in found}
+                numbers = {name: int(found[name] or 0) for name in ("code", "signal") if name in found}
                 host = found.get("host", b"").decode(errors="replace")
                 return Words(text, Ending(int(found["rank"]), host, **numbers))
         if any(re.search(pattern, flat) for pattern in launcher.consequences):
@@ -267,8 +267,19 @@ _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "by a user (kill -9), or by the kernel for lack of memory (see dmesg)",
     signal.SIGSEGV: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
     signal.SIGABRT: "a library ended the rank; the message of the library is above",
-    signal.SIGBUS: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where",
-}
+    signal.SIGBUS: "it crashed in compiled code; PYTHONFAULTHANDLER=1 prints where"}
+
+
+def causes(reports: Sequence[Report]) -> list[Report]:
+    """Return the reports that do not follow from those of other ranks; all reports if there are none."""
+    return [each for each in reports if not each.text.message.startswith(_CONSEQUENCE)] or list(reports)
+
+
+def first_code(reports: Sequence[Report], words: Sequence[Words]) -> int:
+    """Return the exit code of the first rank that has failed; 0 if it is not known. For arguments see `summarize`."""
+    endings = [each.ending for each in words if each.ending is not None]
+    return next((report.code for report in causes(reports)), 0) or next(
+        (each.signal + 128 if each.signal is not None else (each.code or 0) % 256 for each in endings), 0)
 
 
 def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, interrupted_by: int | None = None,
@@ -292,8 +303,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
         return b"".join(each.text for each in words), [*_lines_of(_groups(reports)), *alone]
     if interrupted_by == signal.SIGINT:
         reports = [report for report in reports if report.text.message != KeyboardInterrupt.__name__]
-    causes = [report for report in reports if not report.text.message.startswith(_CONSEQUENCE)]
-    groups = _groups(causes or reports)
+    groups = _groups(causes(reports))
     end = f"{subject} has ended with exit code {code}"
     if groups:
         text = groups[0][0].text
@@ -301,7 +311,7 @@ def summarize(code: int, reports: Sequence[Report], words: Sequence[Words], *, i
             return b"", [f"{end}. R{_who(groups[0])[1:]}: {text.message}"]
         return b"", [*_lines_of(groups), end + (" (--traceback prints whole tracebacks)" if can_show_more else "")]
     endings = [each.ending for each in words if each.ending is not None]
-    is_said = bool(endings) and all(ending.signal in (None, interrupted_by) for ending in endings)
+    is_said = bool(why_not_started or endings) and all(each.signal in (None, interrupted_by) for each in endings)
     kept = b"".join(each.text for each in words if each.is_error or not is_said)
     reason = f": {why_not_started}" if why_not_started else \
         _reason(code, endings, interrupted_by, died_of, launcher, subject)
@@ -316,17 +326,19 @@ def _reason(code: int, endings: Sequence[Ending], interrupted_by: int | None, di
     if died_of == signal.SIGKILL:
         by_agent = "" if subject == JOB else "by the agent of this host, "
         return f": mpirun itself was killed, {_signal(died_of)}: {by_agent}{_SIGNAL_HINTS[signal.SIGKILL]}"
-    if died_of is not None:
-        return f": mpirun itself crashed, {_signal(died_of)}. Were there more ranks than this machine can start (-np)?"
     if endings:
         ending = endings[0]
         where = f"rank {ending.rank}" + (f" on {ending.host}" if ending.host else "")
         if ending.signal is None and ending.code is None:
             return f": {where} called MPI_Abort. If \"Socket closed\" is above, another rank or its host has died"
+        if ending.code == 0:
+            return f": {where} has ended with exit code 0 and without MPI_Finalize, while other ranks waited or ran"
         if ending.signal is None:
             return f", that of {where}" if ending.code == code else f": {where} has ended with exit code {ending.code}"
         hint = _SIGNAL_HINTS.get(ending.signal)
         return f": {where} was killed, {_signal(ending.signal)}" + (f": {hint}" if hint else "")
+    if died_of is not None:
+        return f": mpirun itself crashed, {_signal(died_of)}. Were there more ranks than this machine can start (-np)?"
     if code - 128 in _SIGNAL_NAMES:
         return (f": mpirun ended with the code of {_signal(code - 128)}, and named no rank. Probably mpirun itself "
                 "crashed. Were there more ranks than this machine can start (-np)?")

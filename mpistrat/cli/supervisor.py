@@ -47,7 +47,7 @@ from ..process.report import SUMMARY, ReportReader
 from ..trace import last
 from .inventory import LEAST_FILES
 from .mpirun import LaunchCommand
-from .stderr import JOB, Output, summarize
+from .stderr import JOB, Output, first_code, summarize
 
 # -- time limits ------------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,6 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
 
     Args:
         environ: The environment for mpirun, to which the variables of `command` are added.
-        output: The filter of mpirun's stderr.
         speaker: The name of the command, which is printed before each line of mpistrat.
         interference: The callbacks of an elastic job; None: the job is not elastic.
         stdout: A file descriptor for mpirun's stdout; None: the stdout of this process.
@@ -315,8 +314,7 @@ def launch(command: LaunchCommand, environ: Mapping[str, str], limits: TimeLimit
         run = _Run(command, {**environ, **command.environment, RUN_NAME: name}, caught, before, limits,
                    output, start, speaker, interference or Interference(), stdout, ranks, why_no_init)
         outcome = run.wait()
-        run.say_why(outcome.code)
-        return replace(outcome, measured=output.told.measured)
+        return replace(outcome, code=run.say_why(outcome.code), measured=output.told.measured)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -375,8 +373,7 @@ class _Run:
                 self._start_until = math.inf
                 if not self._has_started:
                     self._termination.note_no_start(now, self._start.timeout_s)
-            if not self._are_all_in_init:
-                self._look_at_ranks(now)
+            self._look_at_ranks(now)
             look_s = math.inf if self._are_all_in_init else _LOOK_S
             self._next_signal(min(self._termination.wait_s(now), self._start_until - now, look_s))
             due = self._termination.due(time.monotonic())
@@ -399,11 +396,15 @@ class _Run:
 
     def _look_at_ranks(self, now: float) -> None:
         """End a job whose ranks wait in init() for a rank that has ended, or whose mpirun has not ended after them."""
-        told, limit_s, ended = self._output.told, _WITHOUT_INIT_S, sorted(self._output.told.without_init)
+        if self._are_all_in_init:
+            return
+        told, limit_s = self._output.told, _WITHOUT_INIT_S
+        ended = sorted(told.without_init)
         self._are_all_in_init = len(told.in_init) >= self._ranks
         why = self._interference.why_vain(told)
         # mpirun 5.0 may deadlock when it ends ranks because a rank has ended with an error before MPI_Init.
-        if not why and 0 < len(ended) < self._ranks and self._start.hosts == 1 and not self._remaining()[1:]:
+        if not why and ended and (told.reports or len(ended) < self._ranks) and self._start.hosts == 1 \
+                and {process.pid for process in self._remaining()} <= {self._mpirun.pid}:
             why, limit_s = f"ranks {rank_list(ended)} ended without init(), and mpirun has not ended", 5 * limit_s
         self._vain_since = min(self._vain_since, now) if why else math.inf
         if now - self._vain_since >= limit_s and not self._termination.reason:
@@ -433,31 +434,39 @@ class _Run:
         """
         return self._last_signal is not None and not self._has_started and not self._termination.is_urgent
 
-    def say_why(self, code: int) -> None:
-        """Forward the last output of mpirun, and print the summary. Ends early after a second signal."""
-        self._forwarder.end(lambda: self._summary(code))
+    def say_why(self, code: int) -> int:
+        """Forward the last output, print the summary, and return the exit code. Ends early after a second signal."""
+        self._code = code
+        self._forwarder.end(self._summary)
         # A blocked reader of stderr may block the thread.
         while not self._forwarder.join(SUPERVISOR_POLL_S) and not self._termination.is_urgent:
             self._next_signal(0.0)
+        return self._code
 
-    def _summary(self, code: int) -> bytes:
+    def _summary(self) -> bytes:
         def has_failed() -> bool:  # The main thread may receive a signal meanwhile.
-            return code != 0 and self._last_signal is None
+            return self._code != 0 and self._last_signal is None
 
-        why, told = "", self._output.told
+        why, told, words = "", self._output.told, self._output.words
+        died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
         if has_failed() and not self._has_started:
             why = self._start.why_not() or (_NO_ANSWER if self._termination.is_late else "")
         why = why or self._why_vain
+        if has_failed() and died_of != signal.SIGKILL and not self._interference.why_stop():
+            why = why or self._interference.why_vain(told)
+            if died_of is not None and not why and 0 < len(told.without_init) < self._ranks:
+                why = f"ranks {rank_list(sorted(told.without_init))} ended without init(), and mpirun crashed"
+            # If mpirun crashes or is terminated, and sometimes if not, it does not return the exit code of the rank.
+            if self._code == 1 or died_of is not None:
+                self._code = first_code(told.reports, words) or (1 if why else self._code)
         if has_failed() and not why and not told.in_init:
             why = self._why_no_init()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if has_failed() and not why and not self._output.words and limit < LEAST_FILES:
+        if has_failed() and not why and not words and limit < LEAST_FILES:
             why = f"a process may open only {limit} files here, too few for mpirun. Type: ulimit -n 65536"
-        died_of = -self._mpirun.returncode if self._mpirun.returncode < 0 and not self._is_killed else None
-        text, lines = summarize(code, told.reports, self._output.words, interrupted_by=self._last_signal,
-                                died_of=died_of, launcher=self._launcher, can_show_more=self._can_show_more,
-                                without_init=len(told.without_init), why_not_started=why,
-                                subject=self._interference.subject)
+        text, lines = summarize(self._code, told.reports, words, interrupted_by=self._last_signal, died_of=died_of,
+                                launcher=self._launcher, can_show_more=self._can_show_more, why_not_started=why,
+                                without_init=len(told.without_init), subject=self._interference.subject)
         if has_failed() and not self._interference.why_stop():
             lines = [*lines[:-1], *filter(None, [self._interference.keep_last(told.last.values())]), *lines[-1:]]
         # A terminal has printed ^C without a newline.

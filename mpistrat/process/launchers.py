@@ -64,7 +64,7 @@ class Launcher:
     # For SIGTERM and SIGINT: the signals to send to the launcher so that the ranks get them; {}: not possible.
     handed_on: Mapping[int, tuple[signal.Signals, ...]] = field(default_factory=dict)
     hands_on_since: tuple[int, ...] = ()  # The first version with `handed_on`.
-    # Patterns of its texts on how a process has ended, with the groups rank, host, code and signal.
+    # Patterns of its texts on how a process has ended, with the groups rank, host, code ("" is 0) and signal.
     endings: tuple[bytes, ...] = ()
     consequences: tuple[bytes, ...] = ()  # Patterns of texts that say only that other processes were ended too.
     errors: tuple[bytes, ...] = ()  # Patterns of texts on the error of MPI.
@@ -109,17 +109,18 @@ OPEN_MPI = Launcher(
     endings=(rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)",
              rb"Process name: \[.*?,(?P<rank>\d+)\] Exit code: (?P<code>\d+)",
              rb"MPI_ABORT was invoked on rank (?P<rank>\d+) .*?(?:errorcode|Errorcode:) (?P<code>-?\d+)",
-             rb'process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) calling "abort"'),
+             rb'process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) calling "abort"',
+             rb"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exiting improperly(?P<code>)"),
     consequences=(rb"a non-zero exit code\. Per user-direction, the job has been aborted\.",
                   # It prints a text once, then a line that other processes have the same text, with the text's name.
                   rb"^\[\S+\] \d+ more process\w* ha\w+ sent help message help-mpi-api\.txt / mpi-abort",
                   rb'^\[\S+\] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help',
-                  # Open MPI 5 sends to a process that has just ended.
-                  rb"^\[\S+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH in file \S+ at line \d+"),
+                  # Open MPI 5 sends to a process that has just ended, or crashes when it ends.
+                  rb"^\[\S+:\d+\] PMIX ERROR: PMIX_ERR_UNREACH in file \S+ at line \d+", rb"^prterun: .* Assertion "),
     # Of a rank that an error in MPI ends, for example when another rank has died, and its connection is closed.
     errors=(rb"^\[\S+:\d+\] \*\*\* (?:An error occurred in |reported by process |on |Unknown error|MPI_ERR|"
             rb"and MPI will try to terminate)",),
-    line_starts=(b"[",))
+    line_starts=(b"[", b"prterun: "))
 # PALS, of HPE Cray EX. Not run. The variables are those of mpi_p_slurmstepd_task in
 # src/plugins/mpi/cray_shasta/mpi_cray_shasta.c of Slurm, by the maker of PALS; the options are those of
 # docs.alcf.anl.gov (Polaris, "Running Jobs"), which sets PMI_LOCAL_RANK's GPU in its examples. Before MPICH, whose

@@ -50,6 +50,7 @@ MORE_4 = (b"[vm:00211] 3 more processes have sent help message help-mpi-api.txt 
           b'[vm:00211] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n')
 UNREACHABLE_5 = (b"[vm:09647] PMIX ERROR: PMIX_ERR_UNREACH in file "
                  b"/openmpi-5.0.11/3rd-party/openpmix/src/server/pmix_server.c at line 3146\n")
+CRASH_5 = b"prterun: pthread_mutex_lock.c:450: __pthread_mutex_lock_full: Assertion `e != ESRCH || !robust' failed.\n"
 ERROR_5 = [b"[vm:00000] *** " + text for text in (
     b"An error occurred in Socket closed\n", b"reported by process [2741960705,0]\n", b"on a NULL communicator\n",
     b"Unknown error\n", b"MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n",
@@ -75,6 +76,7 @@ def shown(data: bytes, **options: int) -> bytes:
     (KILLED_5, Ending(1, "vm", signal=9)), (KILLED_4, Ending(1, "vm", signal=9)), (CODE_5, Ending(1, code=3)),
     (CODE_4, Ending(1, code=3)), (ABORT_5, Ending(1, code=1)), (ABORT_4, Ending(1, code=1)),
     (ABORT_MPICH, Ending(1, code=1)), (OTHERS_5, Ending(1, "vm")), (OTHERS_4, None), (UNREACHABLE_5, None),
+    (OTHERS_5.replace(b'calling\n"abort"', b"exiting\nimproperly"), Ending(1, "vm", code=0)), (CRASH_5, None),
     *((line, None) for line in (*ERROR_5, *MORE_4))])
 def test_what_mpirun_says_of_an_end_is_understood_and_kept(text: bytes, ending: Ending | None) -> None:
     words = understand(text)

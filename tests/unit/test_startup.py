@@ -17,6 +17,7 @@ from mpistrat.process.report import ReportReader
 ROOT = Path(__file__).parents[2]
 RANK_1 = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
 REPORTED = "[mpistrat] rank 1 on "
+WITHOUT_INIT = "[mpistrat] rank 1 has ended without init()"
 
 
 def start(code: str, path: str | None = str(ROOT), env: dict[str, str] = RANK_1,
@@ -33,7 +34,10 @@ def test_an_error_before_init_is_reported() -> None:
     assert done.stderr.splitlines()[0].startswith(REPORTED)
     assert done.stderr.splitlines()[0].endswith(" fails with exit code 1:")
     assert done.stderr.splitlines()[1:] == ['[mpistrat] rank 1 |   File "<string>", line 3, in <module>',
-                                            "[mpistrat] rank 1 > KeyError: 'name'"]
+                                            "[mpistrat] rank 1 > KeyError: 'name'", WITHOUT_INIT]
+    done = start("import sys; sys.exit(3)")
+    assert done.returncode == 3 and done.stderr.splitlines()[0].endswith(" fails with exit code 3:")
+    assert done.stderr.splitlines()[1:] == ["[mpistrat] rank 1 > sys.exit(3), before init()", WITHOUT_INIT]
 
 
 def test_with_the_traceback_on_request() -> None:
@@ -50,7 +54,7 @@ def test_with_the_traceback_on_request() -> None:
 def test_a_rank_that_has_not_called_init_says_so(code: str, says: bool) -> None:
     done = start(code)
     assert done.returncode == 0
-    assert done.stderr == ("[mpistrat] rank 1 has ended without init()\n" if says else "")
+    assert done.stderr == (f"{WITHOUT_INIT}\n" if says else "")
 
 
 @pytest.mark.parametrize("path", [None, str(ROOT), f"{ROOT}{os.pathsep}/extra", ""])
@@ -110,15 +114,25 @@ def test_ranks_wait_in_vain_for_one_that_has_ended_without_init() -> None:
         "ranks [1] ended without init(), and ranks [0, 2] waited for them in init()"
 
 
-@pytest.mark.parametrize(("ends", "code"), [("exec sleep 600", 1), ("exit 3", 3)])
-@pytest.mark.parametrize("first", ["rank 0 is in init()", "rank 0 was ended by an mpirun that does not end"])
-def test_a_job_that_waits_in_vain_is_ended_unless_mpirun_does_it(
-        first: str, ends: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(supervisor, "_WITHOUT_INIT_S", 0.5 if code == 1 else 60.0)
-    mpirun = f"echo '[mpistrat] {first}' >&2; echo '[mpistrat] rank 1 has ended without init()' >&2; {ends}"
-    outcome = launch(LaunchCommand(("sh", "-c", mpirun)), os.environ, ranks=2)
-    assert outcome.code == code
-    assert ("ranks [1] ended without init()" in capfd.readouterr().err) is (code == 1)
+IN_INIT = "[mpistrat] rank 0 is in init()"
+IN_VAIN = "ranks [1] ended without init(), and ranks [0] waited for them in init()\n"
+BOTH_FAIL = "\n".join(f"[mpistrat] rank {rank} {said}" for rank in (1, 0) for said in (
+    f"on vm fails with exit code {rank + 2}:", f"> sys.exit({rank + 2})", "has ended without init()"))
+
+
+@pytest.mark.parametrize(("reports", "ends", "code", "last"), [
+    (IN_INIT, "exec sleep 20", 1, IN_VAIN), (IN_INIT, "kill -ABRT $$", 1, IN_VAIN), (IN_INIT, "exit 5", 5, IN_VAIN),
+    (IN_INIT, "kill -KILL $$", 137, "mpirun itself was killed"), (BOTH_FAIL, "exec sleep 20", 3, "exit code 3\n"),
+    (BOTH_FAIL, "kill -ABRT $$", 3, "exit code 3\n"), (BOTH_FAIL, "exit 1", 3, "exit code 3\n"),
+    (BOTH_FAIL, "exit 5", 5, "exit code 5\n"), ("mpirun has ended rank 0", "exec sleep 20", 1, "mpirun has not ended"),
+    ("mpirun has ended rank 0", "exit 3", 3, "exit code 3\n")])
+def test_a_job_that_fails_before_init_ends_with_the_code_and_the_cause_of_the_rank(
+        reports: str, ends: str, code: int, last: str, monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "_WITHOUT_INIT_S", 0.2 if "sleep" in ends else 60.0)
+    mpirun = f"echo '{reports}\n{WITHOUT_INIT}' >&2; {ends}"
+    assert launch(LaunchCommand(("sh", "-c", mpirun)), os.environ, ranks=2).code == code
+    assert last in capfd.readouterr().err
 
 
 SCRIPT = """

@@ -51,6 +51,8 @@ def test_what_only_follows_from_another_failure_is_left_out() -> None:
 
 @pytest.mark.parametrize(("code", "ending", "reason", "kept"), [
     (3, Ending(1, code=3), ", that of rank 1", b""),
+    (1, Ending(1, code=0), ": rank 1 has ended with exit code 0 and without MPI_Finalize, while other ranks waited or "
+                           "ran", b""),
     (1, Ending(1, code=256), ": rank 1 has ended with exit code 256", b""),
     (137, Ending(1, "vm", signal=9), ": rank 1 on vm was killed, signal 9 (SIGKILL): by a user (kill -9), or by the "
                                      "kernel for lack of memory (see dmesg)", b"others\nwords\n"),

@@ -13,6 +13,7 @@ import importlib
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +29,6 @@ def _own(module: str) -> dict[str, Any]:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an exception to `mpistrat run`. This function is sys.excepthook until init()."""
-    atexit.unregister(_say_without_init)
     try:
         if os.getpid() != _PROCESS:  # A process that the script has forked is not a rank.
             raise ImportError
@@ -42,12 +42,18 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 _report._mpistrat_before_init = True  # type: ignore[attr-defined]
 
 
-def _say_without_init(rank: str) -> None:
-    """Print that the rank ends without init(), unless MPI is loaded: then it called init(), or uses MPI directly."""
+def _say_without_init(rank: str, stderr: int, final: Callable[[], tuple[int, str] | None]) -> None:
+    """Print that the rank ends without init(), unless MPI is loaded: then it called init(), or uses MPI directly.
+
+    `stderr`: The descriptor that mpirun reads. `final`: Returns the exit code and the call of sys.exit.
+    """
     is_wrapper = os.times().children_user > _WRAPPER_S
     if os.getpid() == _PROCESS and "mpi4py.MPI" not in sys.modules and not is_wrapper and sys.__stderr__ is not None:
+        code, call = final() or (0, "")
+        report = f"[mpistrat] rank {rank} on {os.uname().nodename} fails with exit code {code}:\n" \
+            f"[mpistrat] rank {rank} > {call:.999}, before init()\n" if code else ""
         with contextlib.suppress(OSError, ValueError):  # stderr is closed, or has no reader.
-            os.write(sys.__stderr__.fileno(), f"[mpistrat] rank {rank} has ended without init()\n".encode())
+            os.write(stderr, f"{report}[mpistrat] rank {rank} has ended without init()\n".encode())
 
 
 def _take_cores(rank: str, place: tuple[int, int] | None) -> None:
@@ -75,7 +81,11 @@ def _begin() -> None:
         sys.excepthook = _report
         if "_MPISTRAT_CORES" in os.environ and os.environ.get("MPISTRAT_BIND", "").lower() not in ("gpu", "none"):
             _take_cores(rank, launchers["local_rank"](os.environ))
-        atexit.register(_say_without_init, rank)
+        exit_code, number = _own("exit_code"), os.environ["_MPISTRAT_REPORTS"].partition(" ")[2]
+        exit_code["note"]()
+        # A wrapper may have closed the descriptor.
+        stderr = int(number) if number and os.path.exists(f"/dev/fd/{number}") else 2
+        atexit.register(_say_without_init, rank, stderr, exit_code["final"])
     own = sys.modules.pop(__name__)
     try:
         importlib.import_module(__name__)  # the user's sitecustomize
