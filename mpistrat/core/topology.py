@@ -193,8 +193,9 @@ def describe_ranks(topology: Topology, ranks: Sequence[int]) -> str:
 
 def network_cause(topology: Topology, hosts: Sequence[str]) -> str:
     """Return a clause that names the network between this host and `hosts` as the cause."""
-    others = [host for host in hosts if host != topology.host]
-    return f"the network between the hosts {topology.host} and {_listed(others)} is down or loses what is sent"
+    *first, last = [topology.host, *(host for host in hosts if host != topology.host)]
+    named = f"{', '.join(first)} and {last}" if len(first) <= MOST_LISTED else _listed([*first, last])
+    return f"the network between the hosts {named} is down or loses what is sent"
 
 
 def _listed(texts: Sequence[str]) -> str:

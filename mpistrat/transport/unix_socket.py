@@ -163,14 +163,15 @@ class UnixSocketChannel:
                 messages.append((sender, b"".join(self._partial.pop(sender))))
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Wait until `ready()`: spin for `spin_s`, then sleep for `timeout_s` at most. Returns false on timeout."""
+        """Wait until `ready()`, for `timeout_s` at most: spin for `spin_s`, then sleep. Returns false on timeout."""
         if spin_s:
-            until = time.monotonic() + min(spin_s, timeout_s)
+            spin_s = min(spin_s, timeout_s)
+            until = time.monotonic() + spin_s
             while time.monotonic() < until:
                 if self.ready():
                     return True
                 os.sched_yield()
-        return self._await(timeout_s)
+        return self._await(timeout_s - spin_s)
 
     def ready(self) -> bool:
         """Return whether there is a message or news (see `watch`), by a system call, which lets other threads run."""

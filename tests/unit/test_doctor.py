@@ -104,8 +104,7 @@ def links_of(*rates: float) -> list[Link]:
     (Observed(1, [healthy(versions=VERSIONS | {"keras": "3.16.0"})], result=RIGHT), "versions", FAILURE,
      "keras is 3.16.0, and mpistrat needs keras>=3.0.5,<3.16", pip_extra("tensorflow", upgrade=True)),
     (Observed(1, [healthy(versions=VERSIONS | {"tensorflow": "2.16.0"})], result=RIGHT), "versions", FAILURE,
-     "tensorflow is 2.16.0, and mpistrat needs tensorflow>=2.16.1,<2.22", pip_extra("tensorflow", upgrade=True)),
-])
+     "tensorflow is 2.16.0, and mpistrat needs tensorflow>=2.16.1,<2.22", pip_extra("tensorflow", upgrade=True))])
 def test_one_wrong_thing_is_one_finding(observed: Observed, subject: str, severity: str, text: str, fix: str) -> None:
     found, = findings(observed)
     assert (found.subject, found.severity) == (subject, severity)
@@ -161,8 +160,7 @@ def test_facts_of_this_machine_are_plausible() -> None:
     ("4:cpu,cpuacct:/x\n5:memory:/x", {
         "cpu/x/cpu.cfs_quota_us": "100000", "cpu/x/cpu.cfs_period_us": "50000", "memory/x/memory.limit_in_bytes": "900",
         "memory/x/memory.usage_in_bytes": "100"}, (2.0, 800)),
-    ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, (None, None)),
-])
+    ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, (None, None))])
 def test_limits_of_cgroups_of_both_versions(tmp_path: Path, own: str, files: dict[str, str], expected: Any) -> None:
     (tmp_path / "own").write_text(own)
     for name, content in files.items():

@@ -365,8 +365,7 @@ def test_a_commit_that_is_under_way_when_the_agent_ends_goes_to_another_one(
     (CommitId(1, 132), None, CommitId(1, 132), ""),
     # The file may be of an earlier job, which has counted its generations too.
     (CommitId(1, 132), None, CommitId(2, 5),
-     "COMMIT 132 OF GENERATION 1 IS LOST; TRAINING BEGINS FROM COMMIT 5 OF GENERATION 2"),
-])
+     "COMMIT 132 OF GENERATION 1 IS LOST; TRAINING BEGINS FROM COMMIT 5 OF GENERATION 2")])
 def test_a_generation_that_begins_without_the_newest_commit_says_so(
         known: CommitId | None, kept: CommitId | None, saved: CommitId | None, said: str,
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -496,8 +495,7 @@ def test_other_options_make_no_job_elastic() -> None:
     ("--elastic -np 2 --reset-limit -1", "--reset-limit must be at least 0. Received: -1"),
     ("-np 2 --elastic-timeout nan", "--elastic-timeout must be at least 0. Received: nan"),
     ("--elastic -np 2 --blacklist-cooldown-range 9 3", "the lower one first"),
-    ("--elastic -np 2 --elastic-checkpoint-every 0", "--elastic-checkpoint-every must be at least 1. Received: 0"),
-])
+    ("--elastic -np 2 --elastic-checkpoint-every 0", "--elastic-checkpoint-every must be at least 1. Received: 0")])
 def test_options_that_cannot_be_are_errors(line: str, text: str) -> None:
     with pytest.raises(LaunchError, match=text):
         limits_of(options(line))
@@ -508,8 +506,7 @@ TOLERANT = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 
 @pytest.mark.parametrize(("version", "hosts", "found"), [
     ("5.0.11", 1, TOLERANT), ("5.0.11", 2, ()), ("5.0.9", 1, ()), ("4.1.4", 1, ()),
-    ("5.1.0rc1", 1, TOLERANT),
-])
+    ("5.1.0rc1", 1, TOLERANT)])
 def test_fault_tolerance_is_asked_for_where_it_works(version: str, hosts: int, found: tuple[str, ...]) -> None:
     assert tolerant_options(Mpirun("mpirun", OPEN_MPI, version), hosts) == found
     assert tolerant_options(Mpirun("mpirun", MPICH, version), hosts) == ()

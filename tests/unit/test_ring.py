@@ -4,6 +4,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
@@ -75,7 +76,9 @@ def test_what_finds_no_room_waits_in_the_sender(trio: list[ShmRing]) -> None:
 
 def test_a_wait_ends_without_a_message(trio: list[ShmRing]) -> None:
     assert not trio[0].wait(0.01)
-    assert not trio[0].wait(0.01, spin_s=0.005)
+    with patch.object(trio[0]._channel, "wait", return_value=False) as sleep:
+        assert not trio[0].wait(0.5, spin_s=0.125)
+    sleep.assert_called_once_with(0.375)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 1e-4])

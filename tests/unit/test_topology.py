@@ -104,7 +104,7 @@ def test_on_one_host_there_is_no_network_to_blame() -> None:
 
 def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
     assert describe_wait(Topology(1, HOSTS), [2, 3, 4], 15.0) == (
-        "rank 1 on a has waited 15 s for ranks [2, 3] on b, [4] on c. Either the network between the hosts a and b, c "
+        "rank 1 on a has waited 15 s for ranks [2, 3] on b, [4] on c. Either the network between the hosts a, b and c "
         f"is down or loses what is sent; or the engine of one of these ranks does not run: {ENGINE}.")
     assert "between the hosts c and b is down" in describe_wait(Topology(4, HOSTS), [3], 15.0)
 
@@ -112,7 +112,7 @@ def test_a_wait_for_other_hosts_may_be_for_the_network() -> None:
 def test_a_rank_of_the_same_host_may_itself_wait_for_another_host() -> None:
     text = describe_wait(Topology(0, HOSTS), [1], 15.0)
     assert text.startswith("rank 0 on a has waited 15 s for ranks [1] on a. The engine of at least one of these ranks")
-    assert text.endswith("Or one of the ranks waits for another host: the network between the hosts a and b, c "
+    assert text.endswith("Or one of the ranks waits for another host: the network between the hosts a, b and c "
                          "is down or loses what is sent.")
 
 

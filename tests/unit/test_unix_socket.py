@@ -104,11 +104,14 @@ def test_a_full_queue_of_one_receiver_does_not_hold_up_another(make_channels: Ma
     assert not first.is_sending_to([1])
 
 
-def test_a_wait_without_a_message_ends_in_time(make_channels: Make) -> None:
+def test_a_wait_without_a_message_ends_in_time(make_channels: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     channel, = make_channels(1)
     assert not channel.wait(0)
     assert not channel.wait(0.001)
     assert not channel.wait(0.001, spin_s=LONG_S)
+    slept: list[float] = []
+    monkeypatch.setattr(channel, "_await", slept.append)
+    assert not channel.wait(0.5, spin_s=0.125) and slept[-1] == 0.375
 
 
 @pytest.mark.parametrize(("limit", "spin_s"), [(0, 0.0), (10**6, 0.0), (10**6, 1e-4), (10**6, LONG_S)],

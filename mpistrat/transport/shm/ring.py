@@ -142,7 +142,8 @@ class ShmRing:
 
     def wait(self, timeout_s: float, spin_s: float = 0.0) -> bool:
         if spin_s:
-            deadline = time.monotonic() + min(spin_s, timeout_s)
+            spin_s = min(spin_s, timeout_s)
+            deadline = time.monotonic() + spin_s
             while True:
                 for _ in range(SHM_RING_LOOKS):
                     if self.ready():
@@ -156,7 +157,7 @@ class ShmRing:
         try:
             if self.ready():
                 return True
-            is_woken = self._channel.wait(timeout_s)
+            is_woken = self._channel.wait(timeout_s - spin_s)
         finally:
             self._memory.post(0, ASLEEP)
         if is_woken:
