@@ -37,13 +37,17 @@ def said(job: Finished, rank: int) -> str:
 
 
 @pytest.mark.nightly
-def test_a_rank_that_ends_well_without_init_is_named_when_the_others_wait_for_it() -> None:
-    script = ("import os, sys; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and sys.exit(); "
-              "import mpistrat; mpistrat.init()")
-    job = run_limited([sys.executable, "-m", "mpistrat", "run", "-np", "2", sys.executable, "-c", script], limit_s=90)
-    assert job.code == 1 and job.left == (), job.output
-    assert ("ended with exit code 1: ranks [1] ended without init(), and ranks [0] waited for them in init()"
-            in job.output)
+@pytest.mark.parametrize(("ends", "code", "said"), [
+    ("sys.exit()", 1, ": ranks [1] ended without init(), and ranks [0] waited for them in init()\n"),
+    ("time.sleep(0.4) or sys.exit(3)", 3, ". Rank 1 on ")], ids=["code 0", "code 3"])
+def test_a_rank_that_ends_without_init_is_named_also_if_it_prints_to_a_file(ends: str, code: int, said: str,
+                                                                            tmp_path: Path) -> None:
+    script = f"import os, sys, time; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and ({ends})\n" \
+        "import mpistrat; mpistrat.init()"
+    job = run_limited([sys.executable, "-m", "mpistrat", "run", "-np", "2", "--output-filename", str(tmp_path),
+                       sys.executable, "-c", script], limit_s=90)
+    assert job.code == code and job.left == (), job.output
+    assert f"mpistrat run: the job has ended with exit code {code}{said}" in job.output
 
 
 # -- one rank ends ----------------------------------------------------------------------------------------------------
