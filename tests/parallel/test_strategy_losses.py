@@ -89,11 +89,12 @@ class Arithmetic(keras.Model):
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y = data
         predicted = self(x)
-        one, two = mse()(y, predicted), keras.losses.MeanAbsoluteError()(y, predicted)
+        one, two = tf.function(mse())(y, predicted), keras.losses.MeanAbsoluteError()(y, predicted)
         loss = self.arithmetic(self, predicted, one, two)
         self.kept.update_state(loss)
         return {"kept": self.kept.result(), "total": loss, "difference": 4.0 * one - two}
 
+    @tf.function
     def train_step(self, data: Any) -> dict[str, Any]:
         with tf.GradientTape() as tape:
             logs = self.test_step(data)

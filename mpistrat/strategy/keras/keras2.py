@@ -11,8 +11,8 @@ from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...tensorflow.bridge.types import Structure
 from .. import collectives
 from ..mpi_strategy import MPIStrategy
-from .losses import unscaled
-from .step_state import state, strategy_here
+from .losses import mark_scaled, unscaled
+from .step_state import strategy_here
 
 
 @replaces(compile_utils.LossesContainer, "__call__",
@@ -21,9 +21,7 @@ from .step_state import state, strategy_here
 def compiled_loss(original: Function, self: compile_utils.LossesContainer, *args: object,
                   **kwargs: object) -> tf.Tensor:
     loss = original(self, *args, **kwargs)
-    if strategy_here() is not None:
-        state.scaled.append(loss)
-    return loss
+    return mark_scaled(loss) if strategy_here() is not None else loss
 
 
 @replaces(training, "reduce_per_replica", "what a step returns, such as a share, would be summed over the ranks",
@@ -32,10 +30,8 @@ def reduce_per_replica(original: Function, values: Structure, strategy: tf.distr
                        reduction: str) -> Structure:
     """Return the logs of a step: means over the ranks, but sums of integer logs, because integers are counts."""
     if not isinstance(strategy, MPIStrategy) or strategy.num_replicas_in_sync == 1 or reduction != "auto":
-        state.scaled.clear()
         return original(values, strategy, reduction)
     logs = [tf.convert_to_tensor(unscaled(log, "a log of a step")) for log in tf.nest.flatten(values)]
-    state.scaled.clear()
     for op in (Average, Sum):
         places = [i for i, log in enumerate(logs) if log.dtype.is_floating == (op is Average)]
         for i, log in zip(places, collectives.all_reduce([logs[i] for i in places], op, "logs"), strict=True):

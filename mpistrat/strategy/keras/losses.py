@@ -11,7 +11,7 @@ The functions run in a replica, while TensorFlow traces the step.
 
 import functools
 import logging
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -55,8 +55,7 @@ def reduce_weighted_values(original: Function, values: TensorLike, sample_weight
             return loss
         factor = tf.math.divide_no_nan(step_state.share(divisor), step_state.share())
     loss = tf.math.multiply_no_nan(loss, tf.cast(factor, loss.dtype))
-    state.scaled.append(loss)
-    return loss
+    return mark_scaled(loss)
 
 
 def _divisor(sample_weight: TensorLike | None, mask: TensorLike | None, reduction: str | None) -> tf.Tensor | None:
@@ -96,9 +95,7 @@ def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
     if state.weight is not None and strategy_here() is not None and _is_part():
         return value
     loss = original(value)
-    if state.weight is not None and loss is not value:
-        state.scaled.append(loss)
-    return loss
+    return mark_scaled(loss) if state.weight is not None and loss is not value else loss
 
 
 @replaces(_loss_module, "unscale_loss_for_distribution",
@@ -115,17 +112,17 @@ def compute_loss(original: Function, self: keras.Model, *args: object, **kwargs:
         loss = original(self, *args, **kwargs)
     finally:
         state.in_compute_loss = before
-    if state.weight is not None and strategy_here() is not None:
-        state.scaled.append(loss)
-    return loss
+    return mark_scaled(loss) if state.weight is not None and strategy_here() is not None else loss
 
 
 @replaces(keras.metrics.Mean, "update_state", "a scalar, as a loss is, would count by ranks and not by rows",
           "num_samples = 1")
 def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike,
                 sample_weight: TensorLike | None = None) -> object:
+    if state.rows is None or strategy_here() is None:
+        return original(self, values, sample_weight)
     values = unscaled(values, f"the metric {self.name!r}")
-    if state.rows is not None and strategy_here() is not None and isinstance(values, tf.Tensor):
+    if isinstance(values, tf.Tensor):
         if values.shape.rank == 0 and state.weight is not None:
             values = tf.where(state.rows == 0, tf.zeros_like(values), values)  # It may be NaN.
             sample_weight = step_state.share() if sample_weight is None else sample_weight
@@ -142,15 +139,25 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
 # the division is undone for logs, and a loss whose gradient would be wrong is told of. In eager execution there is no
 # graph, and only the losses themselves are known.
 
-_PASS_ON = ("Cast", "ExpandDims", "Identity", "Mean", "Neg", "Reshape", "Squeeze", "StopGradient", "Sum")
+_CALLS, _BRANCHES = ("PartitionedCall", "StatefulPartitionedCall"), ("body", "then_branch", "else_branch")
+_PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDims", "Identity", "Mean", "Neg",
+            "Placeholder", "PreventGradient", "Reshape", "Squeeze", "StopGradient", "Sum", *_CALLS)
 _ADD = ("Add", "AddN", "AddV2", "Maximum", "Minimum", "Pack", "Sub")
 _MULTIPLY, _DIVIDE = ("Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
 _OF_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
+# A tensor in a graph, and the operations that call the function of this graph, outermost first.
+_Place = tuple[tf.Tensor, tuple[tf.Operation, ...]]
+
+
+def mark_scaled(loss: tf.Tensor) -> tf.Tensor:
+    """Remember that a loss has been divided by the number of ranks. Return the loss."""
+    loss._mpistrat_is_scaled = True
+    return loss
 
 
 def is_scaled(loss: object) -> bool:
-    """Return whether a loss of this step has been divided by the number of ranks."""
-    return any(loss is scaled for scaled in state.scaled)
+    """Return whether a loss has been divided by the number of ranks."""
+    return hasattr(loss, "_mpistrat_is_scaled")
 
 
 def unscaled(log: T, title: str) -> T:
@@ -158,7 +165,7 @@ def unscaled(log: T, title: str) -> T:
 
     Return anything else unchanged. A warning names the log by `title` if the division cannot be undone.
     """
-    if not state.scaled or not (is_scaled(log) or tf.is_symbolic_tensor(log)):
+    if not (is_scaled(log) or (tf.is_symbolic_tensor(log) and state.may_differ is None)):
         return log
     exponents = _exponents(log)
     if not exponents:
@@ -187,42 +194,72 @@ def _exponents(result: tf.Tensor) -> set[int]:
     Zero has both exponents, and so has a number that the step divides: the divisor may contain the number of ranks.
     """
     size = tf.distribute.get_strategy().num_replicas_in_sync
-    with_losses = _computed_from(state.scaled)
+    without_loss: set[_Place] = set()
 
-    def of(tensor: tf.Tensor) -> set[int]:
+    def has_loss(place: _Place) -> bool:
+        waiting, seen = [place], set()
+        while waiting:
+            tensor, calls = waiting.pop()
+            if is_scaled(tensor) or any(map(is_scaled, _tensors_of_branches(tensor.op))):
+                return True
+            key = (tensor.ref(), calls)
+            if key not in seen and key not in without_loss and tensor.op.type not in _OF_SHAPES:
+                seen.add(key)
+                waiting += _sources(tensor, calls)
+        without_loss.update(seen)
+        return False
+
+    def of(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> set[int]:
+        kind, sources = tensor.op.type, _sources(tensor, calls)
         if is_scaled(tensor):
             return {1}
-        op = tensor.op
-        if op not in with_losses and op.type != "Pack" and (tensor.shape.rank != 0 or op.type == "Const"):
+        if not sources:
             value = tf.get_static_value(tensor)
             return {0} if value is None or np.any(value) else {0, 1}
-        if op.type in _DIVIDE and op not in with_losses:
-            divisor = tf.get_static_value(op.inputs[1])
-            return {0, 1} if divisor is None or divisor >= size else of(op.inputs[0])
-        if op.type in _MULTIPLY and size in map(tf.get_static_value, op.inputs):
-            return {0, 1}  # Perhaps the step itself undoes the division.
-        if op.type not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
-            return set() if op in with_losses else {0}
-        inputs = list(map(of, op.inputs))
-        if op.type in _PASS_ON:
-            return inputs[0]
-        if op.type in _ADD:
-            return set.intersection(*inputs)
-        sign = 1 if op.type in _MULTIPLY else -1
-        return {a + sign * b for a in inputs[0] for b in inputs[1]} & {0, 1}
+        if tensor.shape.rank != 0 and kind != "Pack" and not has_loss((tensor, calls)):
+            return {0}
+        if kind not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
+            return set() if has_loss((tensor, calls)) else {0}
+        exponents = [of(*place) for place in sources]
+        if kind in _PASS_ON:
+            return exponents[0]
+        if kind in _ADD:
+            return set.intersection(*exponents)
+        values = [tf.get_static_value(each) for each in tensor.op.inputs]
+        if kind in _MULTIPLY:  # By `size`: perhaps the step itself undoes the division.
+            undone = {0} if size in values else set()
+            return undone | {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
+        if exponents == [{0}, {0}] and (values[1] is None or values[1] >= size):
+            return {0, 1}
+        return {a - b for a in exponents[0] for b in exponents[1]} & {0, 1}
 
-    return of(result)
+    return of(result, ())
 
 
-def _computed_from(tensors: list[tf.Tensor]) -> set[tf.Operation]:
-    """Return the operations that compute with the values of symbolic tensors, directly or indirectly."""
-    found: set[tf.Operation] = set()
-    waiting = [tensor for tensor in tensors if tf.is_symbolic_tensor(tensor)]
-    while waiting:
-        new = {op for op in waiting.pop().consumers() if op.type not in _OF_SHAPES} - found
-        found |= new
-        waiting += [output for op in new for output in op.outputs]
-    return found
+def _sources(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> list[_Place]:
+    """Return the tensors from which a tensor is computed. Calls of functions are followed into and out of them."""
+    op = tensor.op
+    if op.type == "Placeholder" and calls:
+        return [(of_call, calls[:-1]) for of_call, own in zip(calls[-1].inputs, _body(calls[-1], "f").inputs,
+                                                              strict=False) if own is tensor]
+    if op.type in _CALLS and (graph := _body(op, "f")) is not None:
+        return [(graph.outputs[tensor.value_index], (*calls, op))]
+    return [(each, calls) for each in op.inputs]
+
+
+def _tensors_of_branches(op: tf.Operation) -> list[tf.Tensor]:
+    """Return the tensors in the branches or in the loop body of an operation of control flow; [] for others."""
+    graphs = [_body(op, name) for name in _BRANCHES] if op.type.endswith(("While", "If")) else []
+    return [tensor for graph in graphs if graph for each in graph.get_operations() for tensor in each.outputs]
+
+
+def _body(op: tf.Operation, name: str) -> Any:
+    """Return the graph of the function in an attribute of an operation; None if there is none."""
+    try:
+        function = op.graph._get_function(op.get_attr(name).name)
+    except ValueError:  # No such attribute
+        return None
+    return getattr(function, "graph", None)
 
 
 def _is_mean(loss: tf.Tensor) -> bool:

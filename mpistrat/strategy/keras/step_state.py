@@ -68,9 +68,6 @@ class StepState(threading.local):
     # The flags of the model of the latest step, if Keras ignores the step's logs, so that the ranks' logs may differ.
     may_differ: Flags | None = None
 
-    def __init__(self) -> None:
-        self.scaled: list[tf.Tensor] = []  # Losses that Keras has divided by the number of ranks
-
 
 state = StepState()
 
@@ -118,7 +115,6 @@ def step_of(model: keras.Model, data: object, logs_may_differ: bool) -> Iterator
     finally:
         state.rows, state.weight = before
         state.total = None
-        state.scaled.clear()
 
 
 def share(of: tf.Tensor | None = None) -> tf.Tensor:
