@@ -140,10 +140,13 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
 # graph, and only the losses themselves are known.
 
 _CALLS, _BRANCHES = ("PartitionedCall", "StatefulPartitionedCall"), ("body", "then_branch", "else_branch")
-_PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDims", "Identity", "Mean", "Neg",
-            "Placeholder", "PreventGradient", "Reshape", "Squeeze", "StopGradient", "Sum", *_CALLS)
+_PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDims", "Identity", "IdentityN", "Mean",
+            "Neg", "Placeholder", "PreventGradient", "Reshape", "Squeeze", "StopGradient", "StridedSlice", "Sum",
+            "Unpack", *_CALLS)
 _ADD = ("Add", "AddN", "AddV2", "Maximum", "Minimum", "Pack", "Sub")
 _MULTIPLY, _DIVIDE = ("Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
+# Python functions and collectives. A collective may be a sum over the ranks, which undoes the division.
+_UNKNOWN = ("EagerPyFunc", "MpistratAsyncCollective", "PyFunc", "PyFuncStateless")
 _OF_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
 # A tensor in a graph, and the operations that call the function of this graph, outermost first.
 _Place = tuple[tf.Tensor, tuple[tf.Operation, ...]]
@@ -219,7 +222,7 @@ def _exponents(result: tf.Tensor) -> set[int]:
         if tensor.shape.rank != 0 and kind != "Pack" and not has_loss((tensor, calls)):
             return {0}
         if kind not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
-            return set() if has_loss((tensor, calls)) else {0}
+            return {0} if not has_loss((tensor, calls)) else {0, 1} if kind in _UNKNOWN else set()
         exponents = [of(*place) for place in sources]
         if kind in _PASS_ON:
             return exponents[0]
@@ -242,9 +245,9 @@ def _sources(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> list[_Place]
     if op.type == "Placeholder" and calls:
         return [(of_call, calls[:-1]) for of_call, own in zip(calls[-1].inputs, _body(calls[-1], "f").inputs,
                                                               strict=False) if own is tensor]
-    if op.type in _CALLS and (graph := _body(op, "f")) is not None:
+    if op.type in _CALLS and (graph := _body(op, "f")) and tensor.value_index < len(graph.outputs):
         return [(graph.outputs[tensor.value_index], (*calls, op))]
-    return [(each, calls) for each in op.inputs]
+    return [(op.inputs[tensor.value_index], calls)] if op.type == "IdentityN" else [(each, calls) for each in op.inputs]
 
 
 def _tensors_of_branches(op: tf.Operation) -> list[tf.Tensor]:
@@ -270,9 +273,9 @@ def _is_mean(loss: tf.Tensor) -> bool:
     return op.type in (*_PASS_ON, *_ADD, *_MULTIPLY) and op.type != "Sum" and any(map(_is_mean, op.inputs))
 
 
-_MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no multiple of "
-          "losses of Keras. So it depends on the number of ranks. Divide each term by the number of ranks, as does "
-          "tf.nn.scale_regularization_loss(self.losses), or use self.compute_loss().")
+_MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no sum or "
+          "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each term by that "
+          "number, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
 _NOT_DIVIDED = ("it is a mean over this rank's rows. MPIStrategy sums gradients, so they are N times too large on N "
                 "ranks. Pass loss / strategy.num_replicas_in_sync, or use self.compute_loss() or losses of Keras, "
                 "which Keras divides.")
