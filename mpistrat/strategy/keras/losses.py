@@ -274,8 +274,8 @@ def _is_mean(loss: tf.Tensor) -> bool:
 
 
 _MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no sum or "
-          "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each term by that "
-          "number, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
+          "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each term "
+          "by that number, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
 _NOT_DIVIDED = ("it is a mean over this rank's rows. MPIStrategy sums gradients, so they are N times too large on N "
                 "ranks. Pass loss / strategy.num_replicas_in_sync, or use self.compute_loss() or losses of Keras, "
                 "which Keras divides.")
