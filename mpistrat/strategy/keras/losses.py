@@ -147,6 +147,7 @@ _ADD = ("Add", "AddN", "AddV2", "Maximum", "Minimum", "Pack", "Sub")
 _MULTIPLY, _DIVIDE = ("Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
 # Python functions and collectives. A collective may be a sum over the ranks, which undoes the division.
 _UNKNOWN = ("EagerPyFunc", "MpistratAsyncCollective", "PyFunc", "PyFuncStateless")
+_COMBINE = (*_ADD, *_MULTIPLY, *_DIVIDE)
 _OF_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
 # A tensor in a graph, and the operations that call the function of this graph, outermost first.
 _Place = tuple[tf.Tensor, tuple[tf.Operation, ...]]
@@ -196,8 +197,7 @@ def _exponents(result: tf.Tensor) -> set[int]:
 
     Zero has both exponents, and so has a number that the step divides: the divisor may contain the number of ranks.
     """
-    size = tf.distribute.get_strategy().num_replicas_in_sync
-    without_loss: set[_Place] = set()
+    without_loss: set[tuple[object, ...]] = set()
 
     def has_loss(place: _Place) -> bool:
         waiting, seen = [place], set()
@@ -205,38 +205,55 @@ def _exponents(result: tf.Tensor) -> set[int]:
             tensor, calls = waiting.pop()
             if is_scaled(tensor) or any(map(is_scaled, _tensors_of_branches(tensor.op))):
                 return True
-            key = (tensor.ref(), calls)
+            key = _key((tensor, calls))
             if key not in seen and key not in without_loss and tensor.op.type not in _OF_SHAPES:
                 seen.add(key)
                 waiting += _sources(tensor, calls)
         without_loss.update(seen)
         return False
 
-    def of(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> set[int]:
-        kind, sources = tensor.op.type, _sources(tensor, calls)
+    found: dict[tuple[object, ...], set[int]] = {}
+    waiting: list[_Place] = [(result, ())]
+    while waiting:  # A loop, since a sum of a thousand losses is too deep for recursion.
+        tensor, calls = place = waiting[-1]
+        kind, key, sources = tensor.op.type, _key(place), _sources(tensor, calls)
+        sources = sources[:1] if kind in _PASS_ON else sources
         if is_scaled(tensor):
-            return {1}
-        if not sources:
+            found[key] = {1}
+        elif not sources:
             value = tf.get_static_value(tensor)
-            return {0} if value is None or np.any(value) else {0, 1}
-        if tensor.shape.rank != 0 and kind != "Pack" and not has_loss((tensor, calls)):
-            return {0}
-        if kind not in (*_PASS_ON, *_ADD, *_MULTIPLY, *_DIVIDE):
-            return {0} if not has_loss((tensor, calls)) else {0, 1} if kind in _UNKNOWN else set()
-        exponents = [of(*place) for place in sources]
-        if kind in _PASS_ON:
-            return exponents[0]
-        if kind in _ADD:
-            return set.intersection(*exponents)
-        values = [tf.get_static_value(each) for each in tensor.op.inputs]
-        if kind in _MULTIPLY:  # By `size`: perhaps the step itself undoes the division.
-            undone = {0} if size in values else set()
-            return undone | {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
-        if exponents == [{0}, {0}] and (values[1] is None or values[1] >= size):
-            return {0, 1}
-        return {a - b for a in exponents[0] for b in exponents[1]} & {0, 1}
+            found[key] = {0} if value is None or np.any(value) else {0, 1}
+        elif tensor.shape.rank != 0 and kind != "Pack" and not has_loss(place):
+            found[key] = {0}
+        elif kind not in (*_PASS_ON, *_COMBINE):
+            found[key] = {0} if not has_loss(place) else {0, 1} if kind in _UNKNOWN else set()
+        elif missing := [each for each in sources if _key(each) not in found]:
+            waiting += missing
+            continue
+        else:
+            found[key] = _combined(tensor, [found[_key(each)] for each in sources])
+        waiting.pop()
+    return found[_key((result, ()))]
 
-    return of(result, ())
+
+def _key(place: _Place) -> tuple[object, ...]:
+    return place[0].ref(), *place[1]
+
+
+def _combined(tensor: tf.Tensor, exponents: list[set[int]]) -> set[int]:
+    """Return the exponents of the result of an operation, given those of its inputs. As for `_exponents`."""
+    kind, size = tensor.op.type, tf.distribute.get_strategy().num_replicas_in_sync
+    if kind in _PASS_ON:
+        return exponents[0]
+    if kind in _ADD:
+        return set.intersection(*exponents)
+    values = [tf.get_static_value(each) for each in tensor.op.inputs]
+    if kind in _MULTIPLY:  # By `size`: perhaps the step itself undoes the division.
+        undone = {0} if any(value is not None and np.all(value == size) for value in values) else set()
+        return undone | {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
+    if exponents == [{0}, {0}] and (values[1] is None or np.all(values[1] >= size)):
+        return {0, 1}
+    return {a - b for a in exponents[0] for b in exponents[1]} & {0, 1}
 
 
 def _sources(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> list[_Place]:
@@ -274,8 +291,8 @@ def _is_mean(loss: tf.Tensor) -> bool:
 
 
 _MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no sum or "
-          "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each term "
-          "by that number, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
+          "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each "
+          "term by it, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
 _NOT_DIVIDED = ("it is a mean over this rank's rows. MPIStrategy sums gradients, so they are N times too large on N "
                 "ranks. Pass loss / strategy.num_replicas_in_sync, or use self.compute_loss() or losses of Keras, "
                 "which Keras divides.")
