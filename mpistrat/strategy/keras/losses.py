@@ -11,6 +11,7 @@ The functions run in a replica, while TensorFlow traces the step.
 
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -22,7 +23,8 @@ from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.private_names import BaseTrainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...tensorflow.bridge.types import Structure, TensorLike
+from ...tensorflow.bridge.types import Structure, TensorLike, Variable
+from ...tensorflow.kerases import label_of
 from . import step_state
 from .step_state import state, strategy_here
 
@@ -95,7 +97,8 @@ def scale_loss(original: Function, value: tf.Tensor) -> tf.Tensor:
     if state.weight is not None and strategy_here() is not None and _is_part():
         return value
     loss = original(value)
-    return mark_scaled(loss) if state.weight is not None and loss is not value else loss
+    is_in_loop = state.rows is None and strategy_here() is not None
+    return mark_scaled(loss) if loss is not value and (state.weight is not None or is_in_loop) else loss
 
 
 @replaces(_loss_module, "unscale_loss_for_distribution",
@@ -182,14 +185,36 @@ def unscaled(log: T, title: str) -> T:
 def gradient(original: Function, self: tf.GradientTape, target: Structure, sources: Structure, *args: object,
              **kwargs: object) -> Structure:
     strategy = strategy_here()
-    if state.rows is not None and strategy is not None and strategy.num_replicas_in_sync > 1 \
-            and any(isinstance(source, keras.Variable | tf.Variable) for source in tf.nest.flatten(sources)):
+    variables = {id(getattr(each, "value", each)) for each in tf.nest.flatten(sources)
+                 if isinstance(each, keras.Variable | tf.Variable)}
+    if strategy is not None and strategy.num_replicas_in_sync > 1 and variables:
         for loss in tf.nest.flatten(target):
             if tf.is_symbolic_tensor(loss) and loss.shape.rank == 0:
                 exponents = _exponents(loss)
                 if not exponents or (exponents == {0} and _is_mean(loss)):
-                    _tell("the loss that a step gives to tape.gradient()", _NOT_DIVIDED if exponents else _MIXED)
+                    state.doubt = variables, _NOT_DIVIDED if exponents else _MIXED
+                else:
+                    _mark_parts(loss)
     return original(self, target, sources, *args, **kwargs)
+
+
+def tell_of_doubt(variables: Sequence[Variable]) -> None:
+    """Log a warning if the loss is doubtful whose gradients an optimizer sums over the ranks for `variables`. Local."""
+    doubted, problem = state.doubt
+    if any(id(getattr(each, "value", each)) in doubted for each in variables):
+        _tell(f"the loss by whose gradients {label_of(variables[0])} is trained", problem)
+        state.doubt = set(), ""
+
+
+def _mark_parts(loss: tf.Tensor) -> None:
+    """Mark a loss, and the terms that a step has divided. Their values on all ranks add up to that of one process."""
+    waiting: list[_Place] = [(mark_scaled(loss), ())]
+    while waiting:
+        tensor, calls = waiting.pop()
+        if tensor.op.type in _DIVIDE and tensor.shape.rank == 0:
+            mark_scaled(tensor)
+        elif tensor.op.type in (*_PASS_ON, *_ADD, *_MULTIPLY) and (tensor.shape.rank == 0 or tensor.op.type == "Pack"):
+            waiting += [each for each in _sources(tensor, calls) if not is_scaled(each[0])]
 
 
 def _exponents(result: tf.Tensor) -> set[int]:
@@ -231,7 +256,7 @@ def _exponents(result: tf.Tensor) -> set[int]:
             waiting += missing
             continue
         else:
-            found[key] = _combined(tensor, [found[_key(each)] for each in sources])
+            found[key] = _combined(sources, tensor.op.type, [found[_key(each)] for each in sources])
         waiting.pop()
     return found[_key((result, ()))]
 
@@ -240,20 +265,26 @@ def _key(place: _Place) -> tuple[object, ...]:
     return place[0].ref(), *place[1]
 
 
-def _combined(tensor: tf.Tensor, exponents: list[set[int]]) -> set[int]:
-    """Return the exponents of the result of an operation, given those of its inputs. As for `_exponents`."""
-    kind, size = tensor.op.type, tf.distribute.get_strategy().num_replicas_in_sync
+def _combined(sources: list[_Place], kind: str, exponents: list[set[int]]) -> set[int]:
+    """Return the exponents of the result of an operation, given its inputs and their exponents. As for `_exponents`."""
     if kind in _PASS_ON:
         return exponents[0]
     if kind in _ADD:
         return set.intersection(*exponents)
-    values = [tf.get_static_value(each) for each in tensor.op.inputs]
-    if kind in _MULTIPLY:  # By `size`: perhaps the step itself undoes the division.
-        undone = {0} if any(value is not None and np.all(value == size) for value in values) else set()
-        return undone | {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
-    if exponents == [{0}, {0}] and (values[1] is None or np.all(values[1] >= size)):
+    size, values = tf.distribute.get_strategy().num_replicas_in_sync, [tf.get_static_value(each) for each, _ in sources]
+    if kind in _MULTIPLY:  # By `size` or its inverse: perhaps the step undoes the division, or divides.
+        is_by_size = any(v is not None and np.all((v == size) | np.isclose(v * size, 1.0)) for v in values)
+        return {0, 1} if is_by_size else {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
+    if exponents == [{0}, {0}] and not _counts_rows(sources[1]) and (values[1] is None or np.all(values[1] >= size)):
         return {0, 1}
     return {a - b for a in exponents[0] for b in exponents[1]} & {0, 1}
+
+
+def _counts_rows(place: _Place) -> bool:
+    """Return whether a divisor is the size of a tensor, so it does not contain the number of ranks."""
+    while place[0].op.type in _PASS_ON and (sources := _sources(*place)):
+        place = sources[0]
+    return place[0].op.type in ("Shape", "Size")
 
 
 def _sources(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> list[_Place]:
@@ -283,19 +314,25 @@ def _body(op: tf.Operation, name: str) -> Any:
 
 
 def _is_mean(loss: tf.Tensor) -> bool:
-    """Return whether a loss is a mean over all rows of this rank, or the sum or a multiple of such means."""
-    op = loss.op
-    if op.type == "Mean":
-        return bool(op.inputs[0].shape.rank != 0)
-    return op.type in (*_PASS_ON, *_ADD, *_MULTIPLY) and op.type != "Sum" and any(map(_is_mean, op.inputs))
+    """Return whether a loss is a mean over all rows of this rank, or a function, a sum or a multiple of such means."""
+    waiting: list[_Place] = [(loss, ())]
+    while waiting:
+        tensor, calls = waiting.pop()
+        kind, sources = tensor.op.type, _sources(tensor, calls)
+        if (kind == "Mean" and sources[0][0].op.type != "Pack" and sources[0][0].shape.rank != 0) \
+                or (kind in _DIVIDE and _counts_rows(sources[1])):
+            return True
+        if kind not in ("Sum", "Mean") and (len(sources) == 1 or kind in (*_PASS_ON, *_ADD, *_MULTIPLY)):
+            waiting += [each for each in sources if each[0].shape.rank == 0 or each[0].op.type == "Pack"]
+    return False
 
 
 _MIXED = ("Keras divides a part of it by the number of ranks, and another part is not divided, or it is no sum or "
           "multiple of losses (a function, a loop, a condition). So it depends on the number of ranks. Divide each "
           "term by it, as tf.nn.scale_regularization_loss(self.losses) does, or use self.compute_loss().")
-_NOT_DIVIDED = ("it is a mean over this rank's rows. MPIStrategy sums gradients, so they are N times too large on N "
-                "ranks. Pass loss / strategy.num_replicas_in_sync, or use self.compute_loss() or losses of Keras, "
-                "which Keras divides.")
+_NOT_DIVIDED = ("it is a mean over this rank's rows. The optimizer sums gradients over the ranks, so they are N times "
+                "too large on N ranks. Pass loss / strategy.num_replicas_in_sync to tape.gradient(), or use "
+                "self.compute_loss() or losses of Keras, which Keras divides.")
 
 
 @functools.cache
