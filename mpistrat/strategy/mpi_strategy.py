@@ -155,7 +155,8 @@ def _agreed(options: CommunicationOptions | None) -> CommunicationOptions:
     """
     if options is not None and not hasattr(options, "bytes_per_pack"):
         raise ValueError("communication_options must be tf.distribute.experimental.CommunicationOptions. "
-                         f"Received: {options!r}")
+                         f"Received: {options!r}. Leave out devices and a cluster resolver: mpistrat run starts one "
+                         "rank for each device.")
     options = options or CommunicationOptions()
     own = {"bytes_per_pack": options.bytes_per_pack, "timeout_seconds": options.timeout_seconds,
            "implementation": options.implementation.value}
@@ -247,6 +248,7 @@ def _alone(**options: Any) -> MPIStrategy:
     return MPIStrategy(**options)
 
 
+@checked
 def _parameter_server(jobs: Mapping[str, int] | None = None,
                       variable_partitioner: Callable | None = None) -> tf.distribute.ParameterServerStrategy:
     runtime.init()
