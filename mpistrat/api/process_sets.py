@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ranks = tuple[int, ...]
-NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
+_NOT_INITIALIZED = "mpistrat has not been initialized; use hvd.init()."
 
 
 class ProcessSet:
@@ -117,6 +117,8 @@ class ProcessSet:
 class _AllRanks(ProcessSet):
     """The set of all ranks, which init() registers."""
 
+    why_none = _NOT_INITIALIZED  # The error text before init(), and after shutdown()
+
     def __init__(self) -> None:
         super().__init__(())
         self.process_set_id = 0
@@ -138,7 +140,7 @@ class _AllRanks(ProcessSet):
 
     def group(self, operation: str) -> Group:
         if self._group is None:
-            raise NotInitializedError(NOT_INITIALIZED)
+            raise NotInitializedError(self.why_none)
         return self._group
 
     def __repr__(self) -> str:
@@ -253,6 +255,7 @@ class Registry:
         """Mark all sets as not registered, because the job is shut down. Local."""
         for process_set in self.sets.values():
             process_set.bind(0 if process_set is global_process_set else None)
+        global_process_set.why_none = f"{_NOT_INITIALIZED} It was shut down before this call."
 
     def _exchange(self, value: object, name: str) -> list[Any]:
         """Return the `value` of each rank of the job, in rank order. Tuples become lists. Collective.

@@ -47,7 +47,7 @@ from ..trace.tracer import Tracer
 from ..transport.mpi import mpi_library
 from .group import Group, backends_over
 from .job import Job, Losses, log_step
-from .process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
+from .process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -76,7 +76,7 @@ def current() -> Job:
     """Return the Job that init() made. Local. Raises NotInitializedError: Before init() and after shutdown()."""
     runtime = _runtime
     if runtime is None:
-        raise NotInitializedError(NOT_INITIALIZED)
+        raise NotInitializedError(global_process_set.why_none)
     return runtime
 
 
@@ -138,8 +138,11 @@ def init(comm: "MPI.Comm | Iterable[int] | None" = None,
         SettingsError: On every rank, if an MPISTRAT_ variable is invalid on any rank, or differs among the ranks.
         MissingDependencyError: mpi4py cannot load an MPI library.
         MpistratError: MPI sees fewer ranks than the launcher started, or MPI's thread level is below THREAD_SERIALIZED.
-        ValueError: `comm` is a list that has wrong ranks, or does not have this rank.
+        ValueError: `comm` is neither a list nor a communicator, or has wrong ranks, or does not have this rank.
     """
+    if not (comm is None or hasattr(comm, "Get_group") or isinstance(comm, Iterable)):
+        raise InvalidRequestError("init(comm=) must be a list of ranks, or an mpi4py communicator. Without it the job "
+                                  f"has all ranks: hvd.init(). Received: {comm!r}")
     forked.require_rank()
     require_own_place(os.environ)
     runtime = _connect(comm)
@@ -243,7 +246,7 @@ def replace(former: Job, runtime: Job) -> None:
     global _runtime
     with _lock:
         if _runtime is not former:
-            raise NotInitializedError(NOT_INITIALIZED)
+            raise NotInitializedError(global_process_set.why_none)
         _runtime = runtime
 
 

@@ -159,12 +159,16 @@ def resolve_op(op: ReduceOp | int | None, average: bool | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise InvalidRequestError("The op parameter supersedes average. Please provide only one of them.")
+        if not isinstance(average, bool | np.bool_):  # Sum is 1, and Average is 0.
+            raise InvalidRequestError("average must be True, False or None; an operation is given as op=hvd.Sum. "
+                                      f"Received: {average!r}")
         return Average if average else Sum
     try:
         return Average if op is None else ReduceOp(op)
     except ValueError:
+        advice = ". Write op=hvd.Sum, without quotes" if isinstance(op, str) else ""
         raise InvalidRequestError(
-            f"op must be one of Average, Sum, Min, Max, Product, Adasum. Received: {op!r}") from None
+            f"op must be one of Average, Sum, Min, Max, Product, Adasum. Received: {op!r}{advice}") from None
 
 
 def scaled_op(op: ReduceOp | int | None, prescale: float = 1.0, postscale: float = 1.0,
@@ -253,7 +257,7 @@ def broadcast_request(name: str, tensors: tuple[TensorSpec, ...], root_rank: int
         _check_bytes(name, tensor.dtype)
     if root_rank not in ranks:
         raise InvalidRequestError(f"{name}: broadcast received invalid root rank {root_rank}; ranks are "
-                                  f"{rank_list(ranks)}.")
+                                  f"{rank_list(ranks)}. Pass one of them, as root_rank={ranks[0]}.")
     return Request(CollectiveType.BROADCAST, name, tensors, root_rank=ranks.index(root_rank), device=device,
                    labels=labels, process_set=process_set)
 

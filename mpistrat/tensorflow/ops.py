@@ -250,6 +250,9 @@ def _assign_from(root_rank: int, variables: Sequence[Variable], name: str | None
     if not variables:
         broadcast_request("broadcast_variables", (), root_rank, topology_of(number).job_ranks)  # It checks the root.
         return []
+    if others := [each for each in variables if not hasattr(each, "assign")]:
+        raise InvalidRequestError("broadcast_variables takes variables, and hvd.broadcast takes a tensor. "
+                                  f"Received: {others[0]!r}")
     _broadcast.update((id(variable), variable) for variable in variables)
     name = name_of("broadcast_variables", name, number)
     values = broadcast_list([tf.convert_to_tensor(v) for v in variables], root_rank, name,

@@ -261,7 +261,7 @@ def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) 
 
 def test_after_shutdown_an_operation_and_a_query_are_errors(lives: list) -> None:
     for life in lives:
-        assert life["after shutdown"] == [NOT_INITIALIZED, NOT_INITIALIZED, "returned False"]
+        assert life["after shutdown"] == [*[f"{NOT_INITIALIZED} It was shut down before this call."] * 2, "returned False"]
 
 
 def test_after_shutdown_init_begins_anew(lives: list) -> None:
