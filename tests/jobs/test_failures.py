@@ -260,8 +260,8 @@ def test_init_may_be_called_twice_even_with_an_operation_in_flight(lives: list) 
 
 
 def test_after_shutdown_an_operation_and_a_query_are_errors(lives: list) -> None:
-    for life in lives:
-        assert life["after shutdown"] == [*[f"{NOT_INITIALIZED} It was shut down before this call."] * 2, "returned False"]
+    ended = f"{NOT_INITIALIZED} It was shut down before this call."
+    assert [life["after shutdown"] for life in lives] == [[ended, ended, "returned False"]] * 2
 
 
 def test_after_shutdown_init_begins_anew(lives: list) -> None:
