@@ -167,7 +167,7 @@ class _Control(Interference):
         self.is_done = is_done
         return why
 
-    def why_vain(self, told: ReportReader) -> str:
+    def why_vain(self, told: ReportReader, gone: Collection[int] = ()) -> str:
         """Tell the Service which ranks started, or ended without init(). Return "", because the Service ends mpirun."""
         assert self.service is not None
         self.service.started(self.generation, told.started, told.without_init - told.in_init)
@@ -250,8 +250,7 @@ class HostFinder:
             return None
 
     def _by_list(self) -> Mapping[str, int]:
-        options = self._options
-        hosts = read_hosts(options)
+        options, hosts = self._options, read_hosts(self._options)
         if hosts is None:
             return allocation(os.environ) or {_LOCAL: options.max_np or options.np}
         return _slots(hosts, options.slots_per_host or 1)

@@ -10,7 +10,7 @@ their connection. And mpirun may be killed before it can end its ranks. Therefor
 - After a job has failed or received a signal, its remaining processes on this host are killed.
 - The whole job may have a time limit, after which mpirun is ended in the same way.
 - In MPI_Init, ranks wait without a time limit for a rank that has ended without init(). mpirun ends the job if that
-  rank has failed. Otherwise `launch` terminates mpirun.
+  rank has failed. Otherwise `launch` terminates mpirun. It reports a wait for ranks that still run.
 - mpirun waits without a time limit for hosts that do not answer, and ignores signals meanwhile. Therefore `launch`
   kills mpirun if ranks on other hosts have not started in time, or a short time after a signal before the start.
 - A thread reads the stderr of mpirun, and writes the filtered output (`stderr`) to the stderr of this process. A slow
@@ -234,6 +234,7 @@ _NO_ANSWER = ("mpirun has no answer from the hosts. They must reach this host by
 _LOOK_S = 0.5  # interval between checks of the ranks' reports, until all ranks have called init()
 # Time after a rank has ended without init(), in which mpirun may end the job itself, with the exit code of that rank.
 _WITHOUT_INIT_S = 2.0
+_REPORT_S, _AGAIN_S = 60.0, 600.0  # from the first call of init() to the report of a wait, and between two reports
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # mpirun forwards these to the ranks
 
@@ -275,9 +276,9 @@ class Interference:
         """Return whether this method has handled signal `number`. If so, mpirun does not get the signal."""
         return False
 
-    def why_vain(self, told: ReportReader) -> str:
-        """Return why the ranks in init() wait forever; "" if they do not. Called until all ranks are in init()."""
-        absent, waiting = told.without_init - told.in_init, told.in_init - told.without_init
+    def why_vain(self, told: ReportReader, gone: Collection[int] = ()) -> str:
+        """Return why the ranks in init() wait forever, or "". Called until all are. `gone`: Ranks without a process."""
+        absent, waiting = told.without_init.union(gone) - told.in_init, told.in_init - told.without_init
         if not absent or not waiting:
             return ""
         return (f"ranks {rank_list(sorted(absent))} ended without init(), and ranks {rank_list(sorted(waiting))} "
@@ -335,6 +336,7 @@ class _Run:
         self._start_until = time.monotonic() + start.timeout_s
         self._ranks, self._are_all_in_init, self._why_no_init = ranks, not ranks, why_no_init
         self._why_vain, self._vain_since = "", math.inf
+        self._init_since, self._report_s = math.inf, _REPORT_S  # Since when ranks wait in init(); the next report.
         self._last_signal: int | None = None  # the last signal of those that end programs
         self._is_handed_on = False  # Whether the ranks got the last signal, and not mpirun.
         # Whether mpirun does not see the Ctrl-C of a terminal.
@@ -376,8 +378,7 @@ class _Run:
             self._look_at_ranks(now)
             look_s = math.inf if self._are_all_in_init else _LOOK_S
             self._next_signal(min(self._termination.wait_s(now), self._start_until - now, look_s))
-            due = self._termination.due(time.monotonic())
-            if due is not None:
+            if (due := self._termination.due(time.monotonic())) is not None:
                 self._is_killed = True
                 self._mpirun.send_signal(due)
                 if not self._is_recalled and not self._interference.is_done and not self._why_vain:
@@ -395,13 +396,21 @@ class _Run:
         return Outcome(1 if is_ended else code if code >= 0 else 128 - code, why, self._are_hosts_reached)
 
     def _look_at_ranks(self, now: float) -> None:
-        """End a job whose ranks wait in init() for a rank that has ended, or whose mpirun has not ended after them."""
+        """Report that ranks wait in init(). End a job whose ranks wait there in vain, or whose mpirun outlives them."""
         if self._are_all_in_init:
             return
         told, limit_s = self._output.told, _WITHOUT_INIT_S
         ended = sorted(told.without_init)
-        self._are_all_in_init = len(told.in_init) >= self._ranks
-        why = self._interference.why_vain(told)
+        # A rank has returned from init(). Of ranks whose stderr goes elsewhere nothing is known.
+        self._are_all_in_init = len(told.in_init) >= self._ranks or bool(told.handing_on)
+        self._init_since = min(self._init_since, now if told.in_init else math.inf)
+        waited_s = -math.inf if self._are_all_in_init else now - self._init_since
+        why = self._interference.why_vain(told, self._gone() if waited_s >= _WITHOUT_INIT_S else ())
+        if waited_s >= self._report_s:
+            self._report_s = waited_s + _AGAIN_S
+            missing = rank_list([rank for rank in range(self._ranks) if rank not in told.in_init])
+            self._say(f"ranks {rank_list(sorted(told.in_init))} wait in init() for ranks {missing}, which have not "
+                      f"called it for {waited_s:.0f} s")
         # mpirun 5.0 may deadlock when it ends ranks because a rank has ended with an error before MPI_Init.
         if not why and ended and (told.reports or len(ended) < self._ranks) and self._start.hosts == 1 \
                 and {process.pid for process in self._remaining()} <= {self._mpirun.pid}:
@@ -522,6 +531,22 @@ class _Run:
             environ = procfs.environment_of(process.pid)
             return environ is not None and environ.get(RUN_NAME) == self._name
         return [process for process in procfs.running() if belongs(process)]
+
+    def _gone(self) -> set[int]:
+        """Return the ranks that have no process, not even one of a wrapper, if all ranks are on this host; else {}."""
+        if self._launcher is None:
+            return set()
+        environs, processes = [], procfs.running()
+        below = procfs.descendants(self._mpirun.pid, processes)
+        for process in processes:
+            environ = procfs.environment_of(process.pid) or {}
+            if environ.get(RUN_NAME) == self._name:
+                environs.append(environ)
+            elif process in below:
+                return set()  # Perhaps a rank that hides its environment, as setproctitle and sudo do.
+        if str(self._ranks) not in {environ.get(self._launcher.local[1]) for environ in environs}:
+            return set()
+        return set(range(self._ranks)) - {int(environ.get(self._launcher.rank, -1)) for environ in environs}
 
     def _say(self, text: str) -> None:
         self._forwarder.say(f"{self._speaker}: {text}")

@@ -12,6 +12,7 @@ from mpistrat.cli.mpirun import LaunchCommand
 from mpistrat.cli.rank_command import STARTUP, is_python, report_variables
 from mpistrat.cli.supervisor import Interference, launch
 from mpistrat.process.launch_env import RUN_REPORTS
+from mpistrat.process.launchers import OPEN_MPI
 from mpistrat.process.report import ReportReader
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +39,6 @@ def test_an_error_before_init_is_reported() -> None:
     done = start("import sys; sys.exit(3)")
     assert done.returncode == 3 and done.stderr.splitlines()[0].endswith(" fails with exit code 3:")
     assert done.stderr.splitlines()[1:] == ["[mpistrat] rank 1 > sys.exit(3), before init()", WITHOUT_INIT]
-
-
-def test_with_the_traceback_on_request() -> None:
     done = start("raise ValueError('x')", whole=True)
     assert "Traceback (most recent call last)" in done.stderr and REPORTED in done.stderr
 
@@ -133,6 +131,17 @@ def test_a_job_that_fails_before_init_ends_with_the_code_and_the_cause_of_the_ra
     mpirun = f"echo '{reports}\n{WITHOUT_INIT}' >&2; {ends}"
     assert launch(LaunchCommand(("sh", "-c", mpirun)), os.environ, ranks=2).code == code
     assert last in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("other", "code"), [("true", 1), ("OMPI_COMM_WORLD_RANK=1 sleep 1", 0), ("env -i sleep 1", 0)])
+def test_a_wait_in_init_ends_if_a_rank_is_gone_and_else_is_reported(
+        other: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("_LOOK_S", "_WITHOUT_INIT_S", "_REPORT_S"):
+        monkeypatch.setattr(supervisor, name, 0.2)
+    mpirun = f"echo '{IN_INIT}' >&2; export OMPI_COMM_WORLD_LOCAL_SIZE=2; {other} & OMPI_COMM_WORLD_RANK=0 sleep 1"
+    assert launch(LaunchCommand(("sh", "-c", mpirun), launcher=OPEN_MPI), os.environ, ranks=2).code == code
+    err = capfd.readouterr().err
+    assert (IN_VAIN in err) == bool(code) and ": ranks [0] wait in init() for ranks [1], which have not called" in err
 
 
 SCRIPT = """
