@@ -23,10 +23,10 @@ from ..api import array_ops, common, runtime
 from ..core.errors import LaunchError, MissingDependencyError
 from ..core.install import pip_extra
 from ..core.rows import rows_of_ranks
+from ..process.cores import physical_cores
 from ..process.launcher_watch import launcher_here
 from .arguments import Parser, counted, number
 from .inventory import busy_cores
-from .mpirun import this_machine
 
 if TYPE_CHECKING:
     import rich.progress
@@ -180,9 +180,8 @@ def measure(name: str, case: Case, comm: "MPI.Intracomm | None", repeats: int | 
         compute()
         begun.wait()
 
-    actions: dict[str, Callable[[], object]] = {
-        "mpistrat": lambda: begin_collective().wait(), "computing": compute, "both": both,
-        "memcpy": lambda: np.copyto(result, flat)}
+    actions: dict[str, Callable[[], object]] = {"mpistrat": lambda: begin_collective().wait(), "computing": compute,
+                                                "both": both, "memcpy": lambda: np.copyto(result, flat)}
     if comm is not None:
         actions |= {
             "MPI_Allreduce": lambda: comm.Allreduce(flat, result),
@@ -466,7 +465,9 @@ def main(argv: list[str]) -> int:
 
 def _disturbances() -> list[str]:
     """Return, on rank 0, a sentence for each host whose cores other processes use; [] on other ranks. Collective."""
-    busy = "" if common.local_rank() else busy_cores(os.getloadavg()[1], this_machine(os.environ).cores)
+    # The load is that of the host, and this rank is bound to a share of the host's cores.
+    cores = len(physical_cores(range(os.cpu_count() or 1)))
+    busy = "" if common.local_rank() else busy_cores(os.getloadavg()[1], cores)
     sentences = array_ops.allgather_object(f"on {socket.gethostname()} {busy}" if busy else "")
     return list(filter(None, sentences)) if common.rank() == 0 else []
 

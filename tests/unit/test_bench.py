@@ -53,13 +53,14 @@ def test_the_table_is_aligned_with_rows_that_come_one_by_one() -> None:
 
 def test_busy_cores_are_told_at_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 1000.0, 0.0))
+    monkeypatch.setattr(bench, "physical_cores", lambda cpus: [0] * (3 if len(cpus) == os.cpu_count() else 1))
     monkeypatch.setattr(bench, "measure", lambda *of: pytest.fail("it was measured"))
     with pytest.raises(MpistratError):
         bench.main(["1KB", "--json", "."])
     monkeypatch.setattr(bench, "measure", lambda name, *of: point(case=name, ranks=1, mpi_s=None))
     assert bench.main(["1KB"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"mpistrat bench: on \S+ other processes use the cores: .* 1000\.0 on ", lines[0])
+    assert re.match(r"mpistrat bench: on \S+ other processes use the cores: .* 1000\.0 on 3 cores", lines[0])
 
 
 def test_the_file_says_the_same_as_the_table() -> None:
