@@ -47,6 +47,8 @@ ADVICE = {"cache lockfile already exists": "Ranks cannot share a cache file. Giv
           "same time: save it under `if mpistrat.rank() == 0:`.",
           **dict.fromkeys(("values.PerReplica'>", "is not available outside the replica context"), "A step of a "
                           "strategy runs in a replica: write strategy.run(step, args=(batch,)), not step(batch)."),
+          "must be either `tf.data.AUTOTUNE`": "cycle_length is by default the number of the rank's own cores: write "
+          "cycle_length=... or num_parallel_calls=tf.data.AUTOTUNE. With MPISTRAT_BIND=none a rank has all cores.",
           NO_HOROVOD: "Write `import mpistrat.keras as hvd` in place of `import horovod.keras as hvd`, "
           "and likewise for horovod.tensorflow. A program that you cannot edit: mpistrat run --as-horovod -np 2 ..."}
 _OUTSIDE = tuple(os.path.join(path, "") for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"),

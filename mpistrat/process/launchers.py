@@ -127,8 +127,7 @@ OPEN_MPI = Launcher(
 # variables it sets too.
 PALS = Launcher(
     "PALS", "PALS' mpiexec or srun", "PALS_RANKID", "PMI_SIZE", local=("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    process=("PALS_APID",),
-    version=r"\bmpiexec version (\d\S*)", programs=("mpiexec",), libraries=("MPICH",),
+    process=("PALS_APID",), version=r"\bmpiexec version (\d\S*)", programs=("mpiexec",), libraries=("MPICH",),
     count="-n", hosts="--hosts", per_host="--ppn", unbound=("--cpu-bind", "none"), binding=("cpu-bind",),
     options=dict.fromkeys(("ppn", "depth", "cpu-bind"), 1))
 # Hydra. Tried with MPICH 5.0. It does not bind, and accepts root and more ranks than slots.
@@ -155,9 +154,8 @@ MPICH = Launcher(
 INTEL_MPI = replace(MPICH, name="Intel MPI", version=r"Intel\(R\) MPI Library.*?Version (\S+)", hostfile="-machinefile",
                     is_binding=True, ssh_agents=("I_MPI_HYDRA_BOOTSTRAP",))
 # mpirun_rsh of MVAPICH2; its mpiexec is Hydra.
-MVAPICH = Launcher(
-    "MVAPICH", "MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
-    local=("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"))
+MVAPICH = Launcher("MVAPICH", "MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+                   local=("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"))
 # Only a process that srun started has both variables. A batch script has SLURM_PROCID alone; a shell may have kept
 # SLURM_STEP_NUM_TASKS from a step. SLURM_NTASKS is no sign: a shell in an allocation has it, too.
 SRUN = Launcher("Slurm", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", needs=("SLURM_STEP_NUM_TASKS",),

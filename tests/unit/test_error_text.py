@@ -109,13 +109,14 @@ def raised(path: Path, source: str) -> ErrorText:
 
 
 @pytest.mark.parametrize(("error", "line"), [
+    (error_of("`num_parallel_calls` must be either `tf.data.AUTOTUNE` or a value ...", "InvalidArgumentError"),
+     "write cycle_length=... or num_parallel_calls=tf.data.AUTOTUNE."),
     (error_of("There appears to be a concurrent caching iterator running - cache lockfile already exists "
               "('a_0.lockfile'). If you are sure ...", "AlreadyExistsError"),
      'dataset.cache(f"{path}-{mpistrat.rank()}")'),
     (error_of("allow_missing_files was set to false and a/c_temp/part-00000-of-00001 did not exist.NOT_FOUND: "
               "a/c_temp/part-00000-of-00001 not found [Op:MergeV2Checkpoints]"), "`if mpistrat.rank() == 0:`"),
-    (error_of("... (of type <class 'tensorflow.python.distribute.values.PerReplica'>)"), "strategy.run(step, args=")],
-    ids=["cache", "checkpoint", "strategy"])
+    (error_of("... (of type <class 'tensorflow.python.distribute.values.PerReplica'>)"), "strategy.run(step, args=")])
 def test_an_error_that_ranks_bring_about_together_gets_the_line_to_write(error: Exception, line: str) -> None:
     first, advice = describe(error, None).message.splitlines()
     assert first.endswith(str(error)) and line in advice
