@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -282,9 +282,8 @@ def split_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> Co
                 mpirun += [option, value]
             else:
                 mpirun += [arguments[i], *rest[:arity]]
-        elif "--" not in rest and (near := difflib.get_close_matches(
-                option, [*known, *(f"--{each}" for each in _MPIRUN_ARITY)], 1, _NEAR)):
-            raise LaunchError(f"{option} is no option of mpistrat run. Did you mean {near[0]}? If mpirun has this "
+        elif "--" not in rest and (near := _near(option, [*known, *(f"--{each}" for each in _MPIRUN_ARITY)])):
+            raise LaunchError(f"{option} is no option of mpistrat run. Did you mean {near}? If mpirun has this "
                               "option, write -- before the program (python ...).")
         elif equals:
             mpirun.append(arguments[i])
@@ -294,13 +293,18 @@ def split_arguments(arguments: list[str], parser: argparse.ArgumentParser) -> Co
             arity = next(n for n, argument in enumerate(rest) if argument.startswith("-"))
             mpirun += [arguments[i], *rest[:arity]]
         else:
-            raise LaunchError(
-                f"{arguments[i]} is no option of mpistrat run. If mpirun has this option, write -- before the program: "
-                f"mpistrat run -np 2 {arguments[i]} ... -- python train.py")
+            raise LaunchError(f"{option} is no option of mpistrat run. If mpirun has this option, write -- before the "
+                              f"program: mpistrat run -np 2 {arguments[i]} ... -- python train.py")
         i += 1 + arity
     if i < len(arguments) and arguments[i] == "--":
         i += 1
     return CommandLine(tuple(own), tuple(mpirun), tuple(arguments[i:]))
+
+
+def _near(option: str, known: Collection[str]) -> str:
+    """Return the option that is misspelled as `option`, or "". Short options are too short for difflib: -pn for -np."""
+    swapped = [each for each in known if sorted(each) == sorted(option)]
+    return next(iter(swapped or difflib.get_close_matches(option, known, 1, _NEAR)), "")
 
 
 def mpirun_options(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -346,8 +350,8 @@ class Parser(argparse.ArgumentParser):
         words, given, known = [], set(), self._option_string_actions
         for option, equals, value in (word.partition("=") for word in args):
             name = _ALIASES.get(option, option)
-            if name not in known and name[0:1] == "-" and (near := difflib.get_close_matches(name, known, 1, _NEAR)):
-                self.error(f"{option} is no option of {self.prog}. Did you mean {near[0]}?")
+            if name not in known and name[0:1] == "-" and (near := _near(name, known)):
+                self.error(f"{option} is no option of {self.prog}. Did you mean {near}?")
             if name in given and known[name].nargs is None and name != "-H":
                 self.error(f"{name} is given twice. Leave out one of them.")
             given.add(name)
@@ -355,7 +359,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words)
 
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
+        raise LaunchError(f"{message}. See {self.prog} --help" if message.startswith("unrecognized") else message)
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,6 @@ from ..process.launch_env import RUN_KERAS_2
 from .arguments import Parser
 
 _HERE = str(Path(__file__).parents[1] / "horovod" / "path")
-_WORDS = ("", "keras2")
 _WORDS_HELP = "=keras2 also makes Keras 3 accept three names of Keras 2: optimizer.variables(), lr=, " \
     "compile(experimental_run_tf_function=)"
 _EPILOG = """\
@@ -36,14 +35,15 @@ The lines put a package `horovod` with the names of mpistrat first on PYTHONPATH
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     """Add --as-horovod to the parser of `mpistrat run`."""
-    parser.add_argument("--as-horovod", nargs="?", const="", choices=_WORDS, metavar="keras2",
+    parser.add_argument("--as-horovod", nargs="?", const=False, choices=("keras2",),
                         help=f"for a program that you cannot edit: its `import horovod` finds mpistrat; {_WORDS_HELP}")
 
 
-def variables(words: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+def variables(words: str | bool | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that --as-horovod sets for the ranks; {} if `words` is None.
 
-    HOROVOD_ variables in `environ` are added as MPISTRAT_ variables. `words`: The value of the option; None without it.
+    HOROVOD_ variables in `environ` are added as MPISTRAT_ variables. `words`: The value of the option; None without it,
+    False without a value.
     """
     if words is None:
         return {}
@@ -64,7 +64,7 @@ def first_line() -> str:
 def main(argv: list[str]) -> int:
     """Run `mpistrat as-horovod` and return 0. Raises LaunchError for wrong input."""
     parser = Parser("as-horovod", "Print the shell lines after which `import horovod` finds mpistrat.", _EPILOG)
-    parser.add_argument("--env", nargs="?", const="", choices=_WORDS, metavar="keras2",
+    parser.add_argument("--env", nargs="?", const=False, choices=("keras2",),
                         help=f"print the lines for a shell; {_WORDS_HELP}")
     words = parser.parse_args(argv).env
     if words is None:

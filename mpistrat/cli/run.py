@@ -235,9 +235,8 @@ def _binding(job: Job, mpirun: Mpirun) -> dict[str, str]:
 
 def _parser() -> arguments.Parser:
     makers = ", ".join(launcher.name for launcher in STARTED)
-    parser = arguments.Parser(
-        "run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG,
-        "mpistrat run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
+    parser = arguments.Parser("run", f"Start a command on several ranks with mpirun ({makers}).", _EPILOG, "mpistrat "
+                              "run -np N [-H HOST:SLOTS,... | --hostfile FILE] [mpirun options] [--] command ...")
     arguments.add_launch_options(parser)
     parser.add_argument("--force", action="store_true", help="start more than 100 ranks for each core")
     parser.add_argument("--output-filename", metavar="DIR", type=os.path.expanduser, help="write the output of "
@@ -248,8 +247,9 @@ def _parser() -> arguments.Parser:
     elastic_run.add_options(parser)
     as_horovod.add_option(parser)
     arguments.add_horovod_options(parser)
-    parser.add_argument("--efficiency", type=int, metavar="N", help="run the first N steps of the script on one rank "
-                        "and on all ranks, print how many times as fast all ranks train, and end")
+    parser.add_argument("--efficiency", metavar="N", help="run the first N steps of the script on one rank and on all "
+                        "ranks, print how many times as fast all ranks train, and end", type=arguments.number(
+                            int, lambda n: n == n, "{} is not a number of steps. Write for example: --efficiency 50"))
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("--traceback", action="store_true", help="print the whole traceback of each rank that fails")
     parser.add_argument("--all-output", action="store_true",
