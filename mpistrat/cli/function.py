@@ -30,7 +30,7 @@ from .main import main
 from .run import parse, plan
 from .supervisor import parent_guard
 
-CALL, STARTED = "call", "started"  # files in the directory
+CALL, STARTED, RANK_FILE = "call", "started", "rank.{}"  # files in the directory; RANK_FILE has a RankResult
 _RANK_MODULE = "mpistrat.cli.function_rank"
 _END_S = 60.0  # The launcher kills mpirun and its remaining processes within about 40 s.
 Call = tuple[Any, Sequence[Any], dict[str, Any]]  # a function, its arguments and its keyword arguments
@@ -45,11 +45,6 @@ class RankResult:
     exception: bytes | None = None  # The pickled exception; None if it cannot be pickled.
     is_consequence: bool = False  # Whether the failure of another rank probably caused the exception.
     host: str = ""  # The host of the rank.
-
-
-def file_of(rank: int) -> str:
-    """Return the name of the file with the RankResult of a rank."""
-    return f"rank.{rank}"
 
 
 def write(path: Path, content: bytes) -> None:
@@ -121,7 +116,7 @@ def _launched(argv: Sequence[str], environ: dict[str, str], started: Path, start
 def _results(directory: Path, ranks: int, code: int) -> list[Any]:
     """Return the results of all ranks, in rank order. Raises RunError: A rank or the job has failed."""
     outcomes: dict[int, RankResult] = {rank: pickle.loads(path.read_bytes()) for rank in range(ranks)
-                                       if (path := directory / file_of(rank)).exists()}
+                                       if (path := directory / RANK_FILE.format(rank)).exists()}
     failed = sorted((outcome.is_consequence, rank) for rank, outcome in outcomes.items() if outcome.error)
     if failed:
         _, rank = failed[0]

@@ -15,7 +15,7 @@ from ..api import array_ops, runtime
 from ..api.array_ops import dumps
 from ..core.errors import CollectiveError, LaunchError, MpistratError
 from ..core.ownership import foreign
-from .function import CALL, STARTED, RankResult, file_of, write
+from .function import CALL, RANK_FILE, STARTED, RankResult, write
 
 
 def main(directory: Path) -> None:
@@ -33,12 +33,12 @@ def main(directory: Path) -> None:
     sys.path += [entry for entry in path if entry not in sys.path]
     if rank == reader:
         write(directory / STARTED, b"")
-    outcome = _outcome(call, (directory / file_of(rank)) if sees else None)
+    outcome = _outcome(call, (directory / RANK_FILE.format(rank)) if sees else None)
     if not all(everybody):
         runtime.init()  # The function may have called shutdown().
         for other, found in enumerate(array_ops.allgather_object(None if sees else outcome, "run.results")):
             if found is not None and rank == reader:
-                write(directory / file_of(other), pickle.dumps(found))
+                write(directory / RANK_FILE.format(other), pickle.dumps(found))
 
 
 def is_seen(directory: Path) -> bool:

@@ -70,9 +70,8 @@ def other_python(program: str, environ: Mapping[str, str]) -> str:
                               stderr=subprocess.DEVNULL, env=dict(environ), timeout=_ANSWER_S, check=False).returncode
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "" if code != 1 else (
-        f"{program} is {found} here, which has no mpistrat. Activate the environment of mpistrat, or write "
-        f"{sys.executable} instead of {program}")
+    return f"{program} is {found} here, which has no mpistrat. Activate the environment of mpistrat, or write " \
+        f"{sys.executable} instead of {program}" if code == 1 else ""
 
 
 def is_python(command: Sequence[str]) -> bool:

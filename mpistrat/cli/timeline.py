@@ -76,8 +76,7 @@ def _measured(path: str) -> list[dict[str, Any]]:
 _MOST_NAMES, _MOST_UNFINISHED = 3, 8
 _LEAST_COST = 0.01  # A rank is listed if others have waited for it for more than this share of the time.
 _MEANINGS = {
-    "computing": "no operation was outstanding",
-    "waiting": "the rank waited for the rank that came last",
+    "computing": "no operation was outstanding", "waiting": "the rank waited for the rank that came last",
     "agreeing": "all ranks had submitted the operation, and nothing was reduced yet",
     "moving": "bytes were reduced or gathered",
     "hidden": "share of a step's operations that ran while the step still computed gradients"}

@@ -11,7 +11,7 @@ import pytest
 
 import mpistrat
 from mpistrat.cli import function, function_rank
-from mpistrat.cli.function import RankResult, file_of
+from mpistrat.cli.function import RANK_FILE, RankResult
 from mpistrat.core.errors import LaunchError, RunError
 
 
@@ -91,7 +91,7 @@ def test_harmless_arguments_of_horovod_are_accepted(monkeypatch: pytest.MonkeyPa
 def outcomes(directory: Path, *found: RankResult | None) -> Path:
     for rank, outcome in enumerate(found):
         if outcome is not None:
-            function.write(directory / file_of(rank), pickle.dumps(outcome))
+            function.write(directory / RANK_FILE.format(rank), pickle.dumps(outcome))
     return directory
 
 
