@@ -109,13 +109,13 @@ def test_a_misspelt_option_is_told_the_right_one() -> None:
     ("run -pn 2 true", "-pn is no option of mpistrat run. Did you mean -np?"), ("doctor -pn 2", "Did you mean -np?"),
     ("bench --foo", "unrecognized arguments: --foo. See mpistrat bench --help"),
     ("run -np 2 --efficiency python t.py", "python is not a number of steps. Write for example: --efficiency 50"),
-    ("run -np 2 --as-horovod=keras4 true", "invalid choice: 'keras4' (choose from "),
+    ("run -np 2 --as-horovod=keras4 true", "invalid choice: keras4 (choose from keras2)"),
     ("run -np 2 --new python x.py", "write -- before the program: mpistrat run -np 2 --new ... -- python train.py"),
     ("top --jsn", "--jsn is no option of mpistrat top. Did you mean --json?"),
     ("bench --np 2", "bench runs on the ranks of a job. Type: mpistrat run -np 2 mpistrat bench")])
 def test_options_of_all_commands_are_checked(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
-    assert said in capsys.readouterr().err
+    assert said in capsys.readouterr().err.replace("'", "")  # The quotes depend on the version of Python.
     assert doctor._parser().parse_args(["--np", "2", "--host", "a:1", "-H", "b:1"]).hosts == ["a:1", "b:1"]
 
 
