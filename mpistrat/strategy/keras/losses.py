@@ -172,9 +172,8 @@ def unscaled(log: T, title: str) -> T:
 
     Return anything else unchanged. A warning names the log by `title` if the division cannot be undone.
     """
-    if not (is_scaled(log) or (tf.is_symbolic_tensor(log) and state.may_differ is None)):
-        return log
-    exponents = _exponents(log)
+    exponents = {1} if is_scaled(log) else _exponents(log) \
+        if tf.is_symbolic_tensor(log) and state.may_differ is None else {0}
     if not exponents:
         _tell(title, _MIXED)
     return tf.convert_to_tensor(log) * tf.distribute.get_strategy().num_replicas_in_sync if exponents == {1} else log
