@@ -85,6 +85,7 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
     process_set = resolved(process_set)
     topology = process_set.group("shard()").topology
     _check_counts(data, topology.size)
+    _divided.add(process_set.process_set_id)
     arrays = [each for part in data for each in (part.values() if isinstance(part, Mapping) else [part])]
     _samples[process_set.process_set_id].extend(_sample(each) for each in arrays if isinstance(each, np.ndarray))
     parts = tuple(_part(argument, topology.rank, topology.size, uneven, _title(number))
@@ -94,6 +95,9 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
 
 # The means of a few rows of each of the latest arrays that shard() divided, by process set.
 _samples: defaultdict[int | None, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=8))
+
+
+_divided: set[int | None] = set()  # The process sets among which shard() has divided data
 
 
 def _sample(array: np.ndarray) -> tuple[float, ...]:
@@ -106,6 +110,11 @@ def _sample(array: np.ndarray) -> tuple[float, ...]:
 def samples_of(process_set: ProcessSet) -> tuple[tuple[float, ...], ...]:
     """Return samples of the arrays that this rank has divided since the last call. Local."""
     return tuple(_samples.pop(process_set.process_set_id, ()))
+
+
+def has_divided(process_set: ProcessSet) -> bool:
+    """Return whether this rank has called shard() for a process set. Local."""
+    return process_set.process_set_id in _divided
 
 
 def are_alike(of_ranks: Sequence[tuple[tuple[float, ...], ...]]) -> bool:

@@ -123,9 +123,9 @@ class Pipelines:
         """Log a warning on rank 0 if the ranks divide datasets that have a random order without a seed. Local."""
         is_checked = self._size > 1 and self._rank == 0 and runtime.current().settings.is_checked
         if is_checked and any(map(is_in_own_order, divided)):
-            _say_once("mpistrat: each rank shuffles the dataset in a different order before it takes its part, so some "
-                      "rows are read by several ranks, and some by none. Make the strategy before the dataset, because "
-                      "the strategy seeds TensorFlow on all ranks, or pass a seed to shuffle().")
+            _say_once("mpistrat: each rank shuffles the dataset in a different order before it takes its part, so rows "
+                      "may be read by several ranks, or by none. Make the strategy before the dataset, because the "
+                      "strategy seeds TensorFlow on all ranks, or pass a seed to shuffle().")
 
     def _distributed(self, dataset: tf.data.Dataset, options: InputOptions) -> tf.distribute.DistributedDataset:
         is_split = self._size > 1 and any(map(_is_split_by_rows, tf.nest.flatten(dataset.element_spec)))

@@ -498,8 +498,8 @@ ADVICE = ("MPIStrategy shards a dataset itself: each rank takes its part of ever
           "on the ranks, rows are left out or trained on twice. Pass the same data in the same order on all ranks, "
           "without hvd.shard, dataset.shard or slices by rank; n in batch(n) is the size of the global batch. If each "
           "rank must read different data, use strategy.distribute_datasets_from_function.")
-# The arguments of some datasets: shard, take and skip, repeat, shuffle.
-_NUMBERS = ("_num_shards", "_index", "_count", "_seed", "_seed2")
+# The arguments of some datasets: shard, take and skip, repeat, batch, shuffle.
+_NUMBERS = ("_num_shards", "_index", "_count", "_batch_size", "_seed", "_seed2")
 
 
 def sources_of(dataset: tf.data.Dataset) -> list[str]:

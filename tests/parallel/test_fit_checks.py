@@ -736,13 +736,16 @@ def test_arrays_that_differ_before_shard_are_warned_of(way: str, rank: int, capl
     model.compile(hvd.DistributedOptimizer(sgd()), loss="mse", jit_compile=False)
     for _ in range(2):
         model.fit(hvd.shard(x), hvd.shard(np.ones(ROWS)), batch_size=BATCH, verbose=0, callbacks=[BroadcastCallback(0)])
+    model.fit(x, np.ones(ROWS), batch_size=BATCH // (1 + rank), steps_per_epoch=1, verbose=0)
+    assert sum("different batch sizes: " in text for text in caplog.messages) == (rank == 0)
     told = [text for text in caplog.messages if "hvd.shard() got arrays that differ among the ranks" in text]
     assert len(told) == (2 if way == "permuted" and rank == 0 else 0)
 
 
-@pytest.mark.parametrize("sign", ["broadcast", "metric", "earlier fit", "none"])
-def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(sign: str, rank: int,
-                                                                   caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("sign", ["broadcast", "metric", "earlier fit", "shard", "none"])
+def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(
+        sign: str, rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpistrat.api.sharding._divided", {0} if sign == "shard" else set())
     model, callbacks = new_model(), [hvd.callbacks.MetricAverageCallback()] * (sign == "metric")
     if sign == "broadcast":
         hvd_tf.broadcast_variables([weight.value for weight in model.weights], 0)
@@ -753,7 +756,7 @@ def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(sign: str, ra
     for _ in range(2):
         fit(model, rank, callbacks)
     said = {"broadcast": "the script has broadcast", "metric": "fit has a MetricAverageCallback: the optimizer of",
-            "earlier fit": "an earlier fit of the model", "none": ""}[sign]
+            "earlier fit": "an earlier fit of the model", "shard": "the script has divided data", "none": ""}[sign]
     texts = [text for text in caplog.messages if "EACH RANK TRAINS A MODEL OF ITS OWN" in text]
     assert len(texts) == (0 if rank or not said else 4 if sign == "metric" else 2)  # twice in each fit, or in the first
     assert all(f"although {said}" in text for text in texts)

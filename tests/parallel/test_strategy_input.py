@@ -124,6 +124,7 @@ DATA: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "shard": (lambda rank, size: mpistrat.shard(tf.data.Dataset.range(12).filter(lambda n: n < 9)).batch(2),
               r"shard\(\): part 0 of \d on ranks \[0\]; shard\(\): part 1 of \d"),
     "order": (lambda rank, size: tf.data.Dataset.range(12).shuffle(12, seed=rank).batch(2), r"ShuffleDataset\(.*seed"),
+    "batches": (lambda rank, size: tf.data.Dataset.range(12).batch(2 + rank), r"BatchDataset\(batch_size=2\) on ranks"),
     "one more": (lambda rank, size: tf.data.Dataset.range(12).batch(2) if rank else
                  tf.data.Dataset.range(12).take(12).batch(2), r"TakeDataset\(count=12\) on ranks \[0\]; nothing on"),
     "same": (lambda rank, size: tf.data.Dataset.from_tensor_slices((np.arange(12.0), list("abcdefghijkl"))).shuffle(

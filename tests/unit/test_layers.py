@@ -63,8 +63,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
 # commit that raises one says why nothing can be deleted for it.
 ROOM_LINES = {
     "core": 2_950, "negotiation": 1_200, "transport": 3_150, "gpu": 2_850, "engine": 1_400, "trace": 1_750,
-    "process": 2_050, "elastic": 2_100, "api": 3_650, "cluster": 400, "tensorflow": 7_200, "keras": 5_650,
-    "strategy": 2_800, "cli": 5_600, "horovod": 300, "": 50, "__main__": 50, "tests": 53_100,
+    "process": 2_050, "elastic": 2_100, "api": 3_650, "cluster": 400, "tensorflow": 7_200, "keras": 5_700,
+    "strategy": 2_850, "cli": 5_600, "horovod": 300, "": 50, "__main__": 50, "tests": 53_150,
 }
 # What the modules of a package, or a single module, may import besides the standard library and mpistrat.
 THIRD_PARTY: dict[str, set[str]] = {

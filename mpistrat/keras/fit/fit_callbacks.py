@@ -9,7 +9,7 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +20,7 @@ import tensorflow as tf
 from ...api import array_ops, runtime
 from ...api.process_sets import global_process_set
 from ...api.runtime import waits_between
-from ...api.sharding import OWN_ORDER, is_sharded_in_own_order
+from ...api.sharding import OWN_ORDER, has_divided, is_sharded_in_own_order
 from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
@@ -106,7 +106,7 @@ def _fit_once(original: Function, model: keras.Model, call: inspect.BoundArgumen
         if averaging is not None:  # The averaging comes before all callbacks that compare, read or save weights.
             own, users = [averaging], [callback for callback in users if callback is not averaging]
         wrapped = written_once(users, training)
-        own += own_callbacks(training, users, wrapped, [call.arguments.get("x"), call.arguments.get("y")])
+        own += own_callbacks(training, users, wrapped, call.arguments)
         users = wrapped
     if timer is not None:
         own, timer.is_in_fit = [*own, TimedSteps(timer, training.is_under_strategy)], True
@@ -153,12 +153,17 @@ def _averaging_check(model: keras.Model, callbacks: list[Callback]) -> Averaging
     process_set = getattr(own, "process_set", global_process_set)
     if own is not None:
         sign = f"fit has a {type(own).__name__}"
-    elif model in _checked or not (model in _trained_together or any(map(was_broadcast, weights_of(model)))):
-        return None  # A script that averages weights itself after each fit is told once.
+    elif model in _checked:  # A script that averages weights itself after each fit is told once.
+        return None
+    elif model in _trained_together:
+        sign = "an earlier fit of the model averaged gradients"
+    elif any(map(was_broadcast, weights_of(model))):
+        sign = "the script has broadcast the model's weights (unless the script averages them itself after fit)"
+    elif has_divided(process_set):
+        sign = "the script has divided data by hvd.shard() (unless each rank is to train its own model)"
     else:
-        _checked.add(model)
-        sign = "an earlier fit of the model averaged gradients" if model in _trained_together else \
-            "the script has broadcast the model's weights (unless the script averages them itself after fit)"
+        return None
+    _checked.add(model)
     return AveragingCheck(sign, process_set, any(map(is_users, callbacks))) if process_set.has_others() else None
 
 
@@ -194,9 +199,10 @@ def users_callbacks(callbacks: Any) -> list[Callback]:
 
 
 def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[Callback],
-                  inputs: list[Any]) -> list[Callback]:
-    """Return the callbacks that fit adds. `wrapped` replaces the user's `callbacks`. `inputs` are x and y of fit."""
+                  arguments: Mapping[str, Any]) -> list[Callback]:
+    """Return the callbacks that fit adds. `wrapped` replaces the user's `callbacks`. `arguments`: Those of fit."""
     own: list[Callback] = []
+    inputs = [arguments.get("x"), arguments.get("y")]
     if training.joins and isinstance(training, DistributedTraining | LocalTraining):
         own.append(JoinEpochs(training))
     settings = runtime.current().settings
@@ -209,7 +215,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
                        "its shard, so some rows are read by several ranks, and some by none. %s", OWN_ORDER)
     averages = AverageMetrics(f"{training.name}/metrics", training.process_set)
     checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
-                       averages, layers_of_inputs(inputs) if has_own_rows else [])
+                       averages, layers_of_inputs(inputs) if has_own_rows else [], arguments.get("batch_size"))
     own += [checks, averages]
     if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
         own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))
