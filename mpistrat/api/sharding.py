@@ -4,13 +4,15 @@ This module does not import the libraries of arrays, because a caller that passe
 """
 
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol, SupportsInt, TypeGuard, cast
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from ..core.errors import InvalidRequestError
+from .group import Group
 from .process_sets import ProcessSet, resolved
 
 UNEVEN = ("drop", "pad")
@@ -82,39 +84,43 @@ def shard(*data: object, uneven: str = "drop", process_set: ProcessSet | None = 
         raise InvalidRequestError(f'uneven must be "drop" or "pad". Received: {uneven!r}')
     if not data:
         raise InvalidRequestError("shard() takes at least one array or dataset.")
-    process_set = resolved(process_set)
-    topology = process_set.group("shard()").topology
+    group = resolved(process_set).group("shard()")
+    topology = group.topology
     _check_counts(data, topology.size)
-    _divided.add(process_set.process_set_id)
     arrays = [each for part in data for each in (part.values() if isinstance(part, Mapping) else [part])]
-    _samples[process_set.process_set_id].extend(_sample(each) for each in arrays if isinstance(each, np.ndarray))
+    _samples.setdefault(group, deque(maxlen=8)).extend(
+        _sample(each) for each in arrays if isinstance(each, np.ndarray))
+    _divided.add(group)
     parts = tuple(_part(argument, topology.rank, topology.size, uneven, _title(number))
                   for number, argument in enumerate(data))
     return parts if len(parts) > 1 else parts[0]
 
 
-# The means of a few rows of each of the latest arrays that shard() divided, by process set.
-_samples: defaultdict[int | None, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=8))
-
-
-_divided: set[int | None] = set()  # The process sets among which shard() has divided data
+# The means of a few rows of each of the latest arrays that shard() divided among a group, and the groups that fit has
+# not asked for. A new job has new groups.
+_samples: "WeakKeyDictionary[Group, deque[tuple[float, ...]]]" = WeakKeyDictionary()
+_divided: "WeakSet[Group]" = WeakSet()
 
 
 def _sample(array: np.ndarray) -> tuple[float, ...]:
-    if array.dtype.kind not in "biuf":
+    if isinstance(array, np.ma.MaskedArray) or array.dtype.kind not in "biuf" or not array.size:
         return ()
     rows = array[np.linspace(0, len(array) - 1, min(len(array), 16)).astype(np.int64)]
-    return tuple(rows.reshape(len(rows), -1).mean(1, dtype=np.float64).tolist())
+    with np.errstate(all="ignore"):
+        return tuple(rows.reshape(len(rows), -1).mean(1, dtype=np.float64).tolist())
 
 
 def samples_of(process_set: ProcessSet) -> tuple[tuple[float, ...], ...]:
     """Return samples of the arrays that this rank has divided since the last call. Local."""
-    return tuple(_samples.pop(process_set.process_set_id, ()))
+    return tuple(_samples.pop(process_set.group("samples_of()"), ()))
 
 
-def has_divided(process_set: ProcessSet) -> bool:
-    """Return whether this rank has called shard() for a process set. Local."""
-    return process_set.process_set_id in _divided
+def take_divided(process_set: ProcessSet) -> bool:
+    """Return whether this rank has called shard() since the last call. Local."""
+    group = process_set.group("take_divided()")
+    is_new = group in _divided
+    _divided.discard(group)
+    return is_new
 
 
 def are_alike(of_ranks: Sequence[tuple[tuple[float, ...], ...]]) -> bool:

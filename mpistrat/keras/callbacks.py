@@ -140,7 +140,8 @@ class AveragingCheck(Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         before = self._why
-        self._require_averaging()
+        if not self._is_first_epoch:  # fit has had an epoch.
+            self._require_averaging()
         if before:
             self._warn()  # Again, at the end of the output
 

@@ -745,7 +745,7 @@ def test_arrays_that_differ_before_shard_are_warned_of(way: str, rank: int, capl
 @pytest.mark.parametrize("sign", ["broadcast", "metric", "earlier fit", "shard", "none"])
 def test_a_forgotten_optimizer_is_found_without_a_broadcast_in_fit(
         sign: str, rank: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpistrat.api.sharding._divided", {0} if sign == "shard" else set())
+    monkeypatch.setattr("mpistrat.keras.fit.fit_callbacks.take_divided", lambda process_set: sign == "shard")
     model, callbacks = new_model(), [hvd.callbacks.MetricAverageCallback()] * (sign == "metric")
     if sign == "broadcast":
         hvd_tf.broadcast_variables([weight.value for weight in model.weights], 0)

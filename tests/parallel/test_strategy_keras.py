@@ -128,6 +128,7 @@ def test_gradients_that_a_replica_reduces_are_no_sign_of_the_same_data(strategy:
 @pytest.mark.parametrize(("case", "said"), [
     ("batch", r"different numbers of steps per epoch: 2 on ranks \[0\]; 4 on ranks .* pass the same data, batch_size="),
     ("size", r"different batch sizes: 12 on ranks \[0\]; 13 on ranks .* pass the same batch_size="),
+    ("begin", r"begin with different epochs: 0 on ranks \[0\]; 2 on ranks"),
     ("stop", r"ranks \[0\] ended training after epoch 2 \(stopped by EarlyStopping\); ranks .* go on to epoch 3"),
 ])
 def test_ranks_with_other_steps_or_epochs_are_an_error(case: str, said: str, strategy: MPIStrategy, rank: int) -> None:
@@ -135,7 +136,8 @@ def test_ranks_with_other_steps_or_epochs_are_an_error(case: str, said: str, str
     early = [keras.callbacks.EarlyStopping("loss", min_delta=100.0, patience=1)] if case == "stop" and not rank else []
     size = {"batch": BATCH // 2, "size": BATCH + 1}.get(case, BATCH) if rank else BATCH
     with pytest.raises(mpistrat.MismatchError, match=said):
-        model.fit(*global_data(2 * BATCH), batch_size=size, epochs=4, callbacks=early, verbose=0)
+        model.fit(*global_data(2 * BATCH), batch_size=size, epochs=4, callbacks=early, verbose=0,
+                  initial_epoch=2 if case == "begin" and rank else 0)
 
 
 def test_a_users_arrays_are_not_written_to(strategy: MPIStrategy, rank: int) -> None:

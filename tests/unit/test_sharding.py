@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from mpistrat.core.topology import Topology
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Any:
     def become(rank: int, size: int) -> None:
-        group = SimpleNamespace(topology=Topology(rank, ("host",) * size))
+        group = Mock(topology=Topology(rank, ("host",) * size))
         monkeypatch.setattr(process_sets.global_process_set, "_group", group)
     return become
 
@@ -51,7 +52,7 @@ def test_the_ranks_of_a_process_set_share_the_rows(place: Any) -> None:
     own = mpistrat.ProcessSet([1, 5, 7])
     with pytest.raises(mpistrat.InvalidRequestError, match=r"shard\(\): Process set does not exist"):
         mpistrat.shard([1, 2, 3], process_set=own)
-    own.bind(1, [1, 5, 7], SimpleNamespace(topology=Topology(1, ("host",) * 3)))
+    own.bind(1, [1, 5, 7], Mock(topology=Topology(1, ("host",) * 3)))
     assert mpistrat.shard(list(range(8)), process_set=own) == [1, 4]
     assert mpistrat.shard(list(range(8)), process_set=own, uneven="pad") == [1, 4, 7]
     other = mpistrat.ProcessSet([0, 1])

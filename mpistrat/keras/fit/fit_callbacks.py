@@ -20,7 +20,7 @@ import tensorflow as tf
 from ...api import array_ops, runtime
 from ...api.process_sets import global_process_set
 from ...api.runtime import waits_between
-from ...api.sharding import OWN_ORDER, has_divided, is_sharded_in_own_order
+from ...api.sharding import OWN_ORDER, is_sharded_in_own_order, take_divided
 from ...core.errors import InvalidRequestError, MismatchError
 from ...elastic import membership
 from ...process import step_timer
@@ -159,12 +159,13 @@ def _averaging_check(model: keras.Model, callbacks: list[Callback]) -> Averaging
         sign = "an earlier fit of the model averaged gradients"
     elif any(map(was_broadcast, weights_of(model))):
         sign = "the script has broadcast the model's weights (unless the script averages them itself after fit)"
-    elif has_divided(process_set):
+    elif take_divided(process_set):  # Once, since a script may train many models.
         sign = "the script has divided data by hvd.shard() (unless each rank is to train its own model)"
     else:
         return None
     _checked.add(model)
-    return AveragingCheck(sign, process_set, any(map(is_users, callbacks))) if process_set.has_others() else None
+    has_users_own = any(is_users(callback) or is_of_keras(callback, "LambdaCallback") for callback in callbacks)
+    return AveragingCheck(sign, process_set, has_users_own) if process_set.has_others() else None
 
 
 def _require_no_averaging(training: Training | None, callbacks: Sequence[Callback]) -> None:
@@ -215,7 +216,8 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
                        "its shard, so some rows are read by several ranks, and some by none. %s", OWN_ORDER)
     averages = AverageMetrics(f"{training.name}/metrics", training.process_set)
     checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
-                       averages, layers_of_inputs(inputs) if has_own_rows else [], arguments.get("batch_size"))
+                       averages, layers_of_inputs(inputs) if has_own_rows else [],
+                       (int(arguments.get("batch_size") or 32), int(arguments.get("initial_epoch") or 0)))
     own += [checks, averages]
     if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
         own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))

@@ -2,7 +2,8 @@
 
 All ranks exchange a few values when training begins, in the first step of each epoch, and when training ends. These
 exchanges have one name. So if a rank ends training alone, its exchange is paired with the next exchange of the others,
-and every rank raises an error. Under a strategy the ranks exchange values only when training begins.
+and every rank raises an error. Under a strategy the ranks exchange them when training begins, at the beginning of each
+later epoch, and when a rank ends early.
 
 In the first step of an epoch the ranks compare learning rates. In the first steps of fit they also compare digests of
 weights, unless the first reductions of gradients do. At the end of an epoch the ranks compare the weights and the state
@@ -77,7 +78,8 @@ class Begin:
     is_under_strategy: bool = False
     settings: str = ""  # How the ranks average their weights; "" if the weights are the same in every step
     divided: tuple[tuple[float, ...], ...] = ()  # Samples of the arrays that shard() has divided
-    batch_size: int | None = None  # The argument of fit
+    batch_size: int = 32  # The arguments of fit
+    initial_epoch: int = 0
 
     def __str__(self) -> str:
         return "begin to train"
@@ -184,6 +186,9 @@ def problem_at_begin(begins: Sequence[Begin]) -> str:
     if begins[0].is_under_strategy and len({begin.batch_size for begin in begins}) > 1:
         return (f"the ranks have different batch sizes: {_by_rank(begins, 'batch_size')}. MPIStrategy divides each "
                 "global batch: pass the same batch_size= on all ranks.")
+    if begins[0].is_under_strategy and len({begin.initial_epoch for begin in begins}) > 1:
+        return (f"the ranks begin with different epochs: {_by_rank(begins, 'initial_epoch')}. Give initial_epoch= the "
+                "same value on all ranks.")
     if len(steps) > 1 and not begins[0].joins:
         return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. Ranks with more "
                 "steps would wait for gradients of the others. Give each rank the same number of rows: x, y = "
@@ -249,9 +254,9 @@ class FitChecks(Callback):
 
     def __init__(self, training: Training, callbacks: Sequence[Callback], wrapped: Sequence[Callback], rows: int,
                  statistics: AverageStatistics | None, averages: AverageMetrics,
-                 layers: Sequence[keras.layers.Layer], batch_size: int | None = None):
+                 layers: Sequence[keras.layers.Layer], numbers: tuple[int, int]):
         super().__init__()
-        self._layers, self._wrapped, self._averages, self._batch_size = layers, wrapped, averages, batch_size
+        self._layers, self._wrapped, self._averages, self._numbers = layers, wrapped, averages, numbers
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set = training.name, training.process_set
         self._broadcasts = [each for each in callbacks if isinstance(each, BroadcastGlobalVariablesCallback)]
@@ -307,7 +312,7 @@ class FitChecks(Callback):
             return Begin(params.get("steps"), params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
                          total=hashlib.blake2b(total, digest_size=8).digest(), is_under_strategy=True,
-                         batch_size=self._batch_size)
+                         batch_size=self._numbers[0], initial_epoch=self._numbers[1])
         adapted: tuple[Adapted, ...] = ()
         if self._is_checked:
             layers = IdentitySet(all_layers(self.model))
@@ -318,7 +323,7 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
             training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings,
-            divided=samples_of(training.process_set), batch_size=self._batch_size)
+            divided=samples_of(training.process_set), batch_size=self._numbers[0])
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])
@@ -338,9 +343,9 @@ class FitChecks(Callback):
         if self._process_set.rank() == 0 and have_same_rows(rows):
             warn_of_equal_data("fit got the same rows on all of them")
         if self._process_set.rank() == 0 and len({begin.batch_size for begin in begins}) > 1:
-            logger.warning("mpistrat: fit%s: the ranks have different batch sizes: %s. The average gives all ranks the "
-                           "same weight, so rows of small batches count more. Pass the same batch_size= on all ranks.",
-                           self._numbering(), _by_rank(begins, "batch_size"))
+            logger.warning("mpistrat: fit%s: the ranks have different batch sizes: %s. So the rows of the ranks do not "
+                           "count equally. Pass the same batch_size= on all ranks.", self._numbering(),
+                           _by_rank(begins, "batch_size"))
         if self._process_set.rank() == 0 and not are_alike([begin.divided for begin in begins]):
             logger.warning("mpistrat: fit%s: hvd.shard() got arrays that differ among the ranks, so some rows may be "
                            "on several ranks, and others on none. Shuffle after hvd.shard(), or with one seed on all "

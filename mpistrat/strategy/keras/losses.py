@@ -11,7 +11,7 @@ The functions run in a replica, while TensorFlow traces the step.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -23,7 +23,7 @@ from ...keras.bridge.patches import Function
 from ...keras.bridge.patches import replaces_for_strategy as replaces
 from ...keras.bridge.private_names import BaseTrainer
 from ...keras.bridge.private_names import trainer as keras_trainer
-from ...tensorflow.bridge.types import Structure, TensorLike, Variable
+from ...tensorflow.bridge.types import OptionalGradient, Structure, TensorLike, Variable
 from ...tensorflow.kerases import label_of
 from . import step_state
 from .step_state import state, strategy_here
@@ -143,11 +143,11 @@ def update_mean(original: Function, self: keras.metrics.Mean, values: TensorLike
 # graph, and only the losses themselves are known.
 
 _CALLS, _BRANCHES = ("PartitionedCall", "StatefulPartitionedCall"), ("body", "then_branch", "else_branch")
-_PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDims", "Identity", "IdentityN", "Mean",
-            "Neg", "Placeholder", "PreventGradient", "Reshape", "Squeeze", "StopGradient", "StridedSlice", "Sum",
-            "Unpack", *_CALLS)
-_ADD = ("Add", "AddN", "AddV2", "Maximum", "Minimum", "Pack", "Sub")
-_MULTIPLY, _DIVIDE = ("Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
+_PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDims", "GatherV2", "Identity",
+            "IdentityN", "Mean", "Neg", "Placeholder", "PreventGradient", "Reshape", "Squeeze", "StopGradient",
+            "StridedSlice", "Sum", "Unpack", *_CALLS)
+_ADD = ("Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "Select", "SelectV2", "Sub")
+_MULTIPLY, _DIVIDE = ("BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
 # Python functions and collectives. A collective may be a sum over the ranks, which undoes the division.
 _UNKNOWN = ("EagerPyFunc", "MpistratAsyncCollective", "PyFunc", "PyFuncStateless")
 _COMBINE = (*_ADD, *_MULTIPLY, *_DIVIDE)
@@ -172,7 +172,7 @@ def unscaled(log: T, title: str) -> T:
 
     Return anything else unchanged. A warning names the log by `title` if the division cannot be undone.
     """
-    exponents = {1} if is_scaled(log) else _exponents(log) \
+    exponents = {1} if is_scaled(log) else _exponents(log, of_branches=set()) \
         if tf.is_symbolic_tensor(log) and state.may_differ is None else {0}
     if not exponents:
         _tell(title, _MIXED)
@@ -183,26 +183,43 @@ def unscaled(log: T, title: str) -> T:
           "number of ranks would be too large, and nothing would say so", "def gradient(self,")
 def gradient(original: Function, self: tf.GradientTape, target: Structure, sources: Structure, *args: object,
              **kwargs: object) -> Structure:
-    strategy = strategy_here()
-    variables = {id(getattr(each, "value", each)) for each in tf.nest.flatten(sources)
-                 if isinstance(each, keras.Variable | tf.Variable)}
-    if strategy is not None and strategy.num_replicas_in_sync > 1 and variables:
-        for loss in tf.nest.flatten(target):
-            if tf.is_symbolic_tensor(loss) and loss.shape.rank == 0:
-                exponents = _exponents(loss)
-                if not exponents or (exponents == {0} and _is_mean(loss)):
-                    state.doubt = variables, _NOT_DIVIDED if exponents else _MIXED
-                else:
-                    _mark_parts(loss)
-    return original(self, target, sources, *args, **kwargs)
+    gradients, strategy, problem = original(self, target, sources, *args, **kwargs), strategy_here(), ""
+    if strategy is None or strategy.num_replicas_in_sync == 1 \
+            or not any(isinstance(each, keras.Variable | tf.Variable) for each in tf.nest.flatten(sources)):
+        return gradients
+    for loss in tf.nest.flatten(target):
+        if tf.is_symbolic_tensor(loss) and loss.shape.rank == 0:
+            exponents = _exponents(loss, of_branches={0, 1})
+            if exponents and (exponents != {0} or not _is_mean(loss)):
+                _mark_parts(loss)
+            else:
+                problem = _NOT_DIVIDED if exponents else _MIXED
+    for each in filter(tf.is_symbolic_tensor, map(_values, tf.nest.flatten(gradients)) if problem else ()):
+        each._mpistrat_problem = problem
+    return gradients
 
 
-def tell_of_doubt(variables: Sequence[Variable]) -> None:
-    """Log a warning if the loss is doubtful whose gradients an optimizer sums over the ranks for `variables`. Local."""
-    doubted, problem = state.doubt
-    if any(id(getattr(each, "value", each)) in doubted for each in variables):
-        _tell(f"the loss by whose gradients {label_of(variables[0])} is trained", problem)
-        state.doubt = set(), ""
+def _values(gradient: OptionalGradient) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def tell_of_problem(gradients: Sequence[OptionalGradient], variables: Sequence[Variable]) -> None:
+    """Log a warning if an optimizer sums the gradients of a doubtful loss, and the step has not divided them. Local."""
+    size = tf.distribute.get_strategy().num_replicas_in_sync
+    for gradient, variable in zip(map(_values, gradients), variables, strict=True):
+        while tf.is_symbolic_tensor(gradient) and not hasattr(gradient, "_mpistrat_problem"):
+            kind, inputs = gradient.op.type, gradient.op.inputs
+            divides = kind in (*_MULTIPLY, *_DIVIDE)
+            is_passed_on = kind in _PASS_ON or (divides and not _has_size(map(tf.get_static_value, inputs), size))
+            gradient = next((each for each in inputs if each.shape.rank == gradient.shape.rank), None) \
+                if is_passed_on else None
+        if problem := getattr(gradient, "_mpistrat_problem", ""):
+            return _tell(f"the loss by whose gradients {label_of(variable)} is trained", problem)
+
+
+def _has_size(values: Iterable[Any], size: int) -> bool:
+    """Return whether one of the constants is the number of ranks, or its inverse. None is no constant."""
+    return any(v is not None and bool(np.all((v == size) | np.isclose(v * size, 1.0))) for v in values)
 
 
 def _mark_parts(loss: tf.Tensor) -> None:
@@ -216,10 +233,11 @@ def _mark_parts(loss: tf.Tensor) -> None:
             waiting += [each for each in _sources(tensor, calls) if not is_scaled(each[0])]
 
 
-def _exponents(result: tf.Tensor) -> set[int]:
+def _exponents(result: tf.Tensor, of_branches: set[int]) -> set[int]:
     """Return the possible exponents n of the division by size^n in a result, of 0 and 1; empty if its terms differ.
 
     Zero has both exponents, and so has a number that the step divides: the divisor may contain the number of ranks.
+    `of_branches`: The exponents of a condition or loop with losses, which is not followed.
     """
     without_loss: set[tuple[object, ...]] = set()
 
@@ -250,14 +268,15 @@ def _exponents(result: tf.Tensor) -> set[int]:
         elif tensor.shape.rank != 0 and kind != "Pack" and not has_loss(place):
             found[key] = {0}
         elif kind not in (*_PASS_ON, *_COMBINE):
-            found[key] = {0} if not has_loss(place) else {0, 1} if kind in _UNKNOWN else set()
+            found[key] = {0} if not has_loss(place) else {0, 1} if kind in _UNKNOWN else \
+                of_branches if kind.endswith(("If", "While")) else set()
         elif missing := [each for each in sources if _key(each) not in found]:
             waiting += missing
             continue
         else:
             found[key] = _combined(sources, tensor.op.type, [found[_key(each)] for each in sources])
         waiting.pop()
-    return found[_key((result, ()))]
+    return found[_key((result, ()))] & {0, 1}
 
 
 def _key(place: _Place) -> tuple[object, ...]:
@@ -272,11 +291,10 @@ def _combined(sources: list[_Place], kind: str, exponents: list[set[int]]) -> se
         return set.intersection(*exponents)
     size, values = tf.distribute.get_strategy().num_replicas_in_sync, [tf.get_static_value(each) for each, _ in sources]
     if kind in _MULTIPLY:  # By `size` or its inverse: perhaps the step undoes the division, or divides.
-        is_by_size = any(v is not None and np.all((v == size) | np.isclose(v * size, 1.0)) for v in values)
-        return {0, 1} if is_by_size else {a + b for a in exponents[0] for b in exponents[1]} & {0, 1}
+        return {0, 1} if _has_size(values, size) else {a + b for a in exponents[0] for b in exponents[1]}
     if exponents == [{0}, {0}] and not _counts_rows(sources[1]) and (values[1] is None or np.all(values[1] >= size)):
         return {0, 1}
-    return {a - b for a in exponents[0] for b in exponents[1]} & {0, 1}
+    return {a - b for a in exponents[0] for b in exponents[1]}
 
 
 def _counts_rows(place: _Place) -> bool:
@@ -294,7 +312,11 @@ def _sources(tensor: tf.Tensor, calls: tuple[tf.Operation, ...]) -> list[_Place]
                                                               strict=False) if own is tensor]
     if op.type in _CALLS and (graph := _body(op, "f")) and tensor.value_index < len(graph.outputs):
         return [(graph.outputs[tensor.value_index], (*calls, op))]
-    return [(op.inputs[tensor.value_index], calls)] if op.type == "IdentityN" else [(each, calls) for each in op.inputs]
+    if op.type == "IdentityN":
+        return [(op.inputs[tensor.value_index], calls)]
+    # Not the condition of a choice, and not the axis of a concatenation
+    inputs = op.inputs[1:] if op.type.startswith("Select") else op.inputs[:-1] if op.type == "ConcatV2" else op.inputs
+    return [(each, calls) for each in inputs]
 
 
 def _tensors_of_branches(op: tf.Operation) -> list[tf.Tensor]:

@@ -38,7 +38,7 @@ from ...tensorflow.graph.buckets import ReduceSpec
 from ...tensorflow.kerases import calls_of
 from ..mpi_strategy import MPIStrategy
 from . import step_state
-from .losses import tell_of_doubt
+from .losses import tell_of_problem
 
 # -- the gradients of the global batch, weighted by rows ---------------------------------------------------------------
 # Keras sums the gradients over the ranks and expects each rank to have the same number of rows. If a global batch does
@@ -80,7 +80,7 @@ class RowReducer(GradientReducer):
         if step_state.state.reducer is not self:  # Outside of a replica, or applied by another optimizer.
             return list(gradients)
         if not tf.distribute.get_strategy().extended.replicas_reduce:
-            tell_of_doubt(variables)
+            tell_of_problem(gradients, variables)
         weight = step_state.state.weight
 
         def weighted(gradients: Sequence[Tensor], spec: ReduceSpec, options: GradientOptions,

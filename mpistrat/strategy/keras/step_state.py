@@ -67,7 +67,6 @@ class StepState(threading.local):
     called: tuple[keras.Model, tf.Tensor] | None = None
     # The flags of the model of the latest step, if Keras ignores the step's logs, so that the ranks' logs may differ.
     may_differ: Flags | None = None
-    doubt: tuple[set[int], str] = set(), ""  # The ids of the variables of the latest doubtful loss, and the problem
 
 
 state = StepState()

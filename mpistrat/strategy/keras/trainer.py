@@ -15,6 +15,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from ...api import array_ops, runtime
+from ...core.errors import MpistratError
 from ...core.request import Max
 from ...keras.bridge.measures import rows_of
 from ...keras.bridge.patches import Function, bound
@@ -174,8 +175,12 @@ def maybe_symbolic_build(original: Function, self: keras.Model, iterator: keras_
         data_batch = tf.nest.map_structure(_any_rows, data_batch)
     # A train_step of its own builds a model without a call(), and a model whose call() takes other inputs, as a GAN's.
     if getattr(type(self), "call", None) is not keras.Model.call:
-        with contextlib.suppress(*[] if type(self).train_step is Trainer.train_step else (ValueError, RuntimeError)):
+        try:
             original(self, None, data_batch)
+        except (ValueError, RuntimeError) as error:
+            causes = error, error.__context__, getattr(error.__context__, "__context__", None)
+            if type(self).train_step is Trainer.train_step or any(isinstance(each, MpistratError) for each in causes):
+                raise
     with strategy.scope():  # The metrics may have been made outside of it.
         for variable in (variable for metric in self.metrics for variable in metric.variables):
             if not strategy.extended.variable_created_in_scope(variable.value):
