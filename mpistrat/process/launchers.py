@@ -93,13 +93,13 @@ OPEN_MPI = Launcher(
     # A rank that waits in MPI spins. With more ranks than cores, it would take the core of the rank that it waits for.
     sets_when_crowded={"OMPI_MCA_mpi_yield_when_idle": "1"},
     options={
-        **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca"), 2),
-        **dict.fromkeys(("x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "stdin",
-                         "with-ft", "forward-signals", "display", "tune", "path", "cpu-set", "npernode", "N",
-                         "npersocket", "personality", "runtime-options"), 1),
-        **dict.fromkeys(("tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map",
-                         "display-allocation", "display-topo", "nolocal", "nooversubscribe", "use-hwthread-cpus",
-                         "allow-run-as-root", "enable-recovery", "disable-recovery", "verbose", "v", "q", "quiet"), 0)},
+        **dict.fromkeys(("mca", "prtemca", "pmixmca", "gmca", "gprtemca", "gpmixmca"), 2), **dict.fromkeys((
+            "x", "bind-to", "map-by", "rank-by", "wdir", "wd", "timeout", "prefix", "output", "stdin", "with-ft",
+            "forward-signals", "display", "tune", "path", "cpu-set", "npernode", "N", "npersocket", "personality",
+            "runtime-options", "cpus-per-proc"), 1), **dict.fromkeys(("quiet", "display-devel-allocation",
+            "tag-output", "timestamp-output", "merge-stderr-to-stdout", "report-bindings", "display-map", "pernode",
+            "display-allocation", "display-topo", "display-devel-map", "noprefix", "nolocal", "nooversubscribe", "v",
+            "use-hwthread-cpus", "allow-run-as-root", "enable-recovery", "disable-recovery", "verbose", "q"), 0)},
     # If mpirun reads a stdin, it never tells rank 0 about the end of the stdin (tried with 5.0).
     tag="--tag-output", no_stdin=("--stdin", "none"), interface="OMPI_MCA_btl_tcp_if_include",
     ssh_arguments=("PRTE_MCA_plm_ssh_args", "OMPI_MCA_plm_rsh_args"),  # of Open MPI 5, and of 4

@@ -90,6 +90,7 @@ def test_another_python_is_named_where_it_has_no_mpistrat(tmp_path: Path) -> Non
     ("-np 2 --bind-to=core --map-by slot prog", "-np=2", "--bind-to core --map-by slot", "prog"),
     ("-genv A 1 -ppn 2 -np 2 prog", "-np=2", "-genv A 1 -ppn 2", "prog"),
     ("--new a b --other -np 2 -- prog -- x", "-np=2", "--new a b --other", "prog -- x"),
+    ("--pernode -cpus-per-proc 2 --quiet -np 2 prog", "-np=2", "--pernode -cpus-per-proc 2 --quiet", "prog"),
     ("-np -2 prog", "-np=-2", "", "prog"), ("-np 2 --new=1 prog", "-np=2", "--new=1", "prog"),
     ("-np 2", "-np=2", "", ""), ("-np 2 --", "-np=2", "", ""), ("-np 2 -- --version", "-np=2", "", "--version")])
 def test_split(line, own, mpirun, command) -> None:
