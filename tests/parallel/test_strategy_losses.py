@@ -92,7 +92,7 @@ class Arithmetic(keras.Model):
         one, two = tf.function(mse())(y, predicted), keras.losses.MeanAbsoluteError()(y, predicted)
         loss = self.arithmetic(self, predicted, one, two)
         self.kept.update_state(loss)
-        return {"kept": self.kept.result(), "total": loss, "difference": 4.0 * one - two}
+        return {"kept": self.kept.result(), "total": loss, "difference": 0.5 * (4.0 * one - two)}
 
     @tf.function
     def train_step(self, data: Any) -> dict[str, Any]:

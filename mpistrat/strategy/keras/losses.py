@@ -291,7 +291,9 @@ def _combined(sources: list[_Place], kind: str, exponents: list[set[int]]) -> se
         return set.intersection(*exponents)
     size, values = tf.distribute.get_strategy().num_replicas_in_sync, [tf.get_static_value(each) for each, _ in sources]
     if kind in _MULTIPLY:  # By `size` or its inverse: perhaps the step undoes the division, or divides.
-        return {0, 1} if _has_size(values, size) else {a + b for a in exponents[0] for b in exponents[1]}
+        sums = {a + b for a in exponents[0] for b in exponents[1]}
+        is_undone = any(value is not None and bool(np.all(value == size)) for value in values)
+        return {0, 1} if is_undone or (sums == {0} and _has_size(values, size)) else sums
     if exponents == [{0}, {0}] and not _counts_rows(sources[1]) and (values[1] is None or np.all(values[1] >= size)):
         return {0, 1}
     return {a - b for a in exponents[0] for b in exponents[1]}
