@@ -92,7 +92,6 @@ class Pipelines:
         if self._size > 1 and policy in (_Policy.AUTO, _Policy.FILE) and any(map(_has_reader, _parts_of(dataset))):
             by_files, problem = self._by_files(dataset, policy, options)
             if by_files is not None:
-                self._require_same_order(_names_of_files(dataset) or [dataset])
                 return by_files
             if policy == _Policy.FILE:
                 raise InvalidRequestError(f"{problem} Write options.experimental_distribute.auto_shard_policy = "
@@ -109,7 +108,7 @@ class Pipelines:
                           "ranks, so rows may be left out or read twice. Leave out deterministic=False.")
             dataset = _with_policy(dataset, _Policy.DATA)
         if policy != _Policy.OFF:
-            self._require_same_order([dataset])
+            self._warn_of_own_order([dataset])
         distributed = self._distributed(dataset, options)
         if same and (policy == _Policy.DATA or batches != tf.data.UNKNOWN_CARDINALITY):
             distributed._enable_get_next_as_optional = False  # the collective before each step
@@ -119,7 +118,7 @@ class Pipelines:
             distributed.mpistrat_steps = most * self._size if most >= 0 else None
         return distributed
 
-    def _require_same_order(self, divided: list[tf.data.Dataset]) -> None:
+    def _warn_of_own_order(self, divided: list[tf.data.Dataset]) -> None:
         """Log a warning on rank 0 if the ranks divide datasets that have a random order without a seed. Local."""
         is_checked = self._size > 1 and self._rank == 0 and runtime.current().settings.is_checked
         if is_checked and any(map(is_in_own_order, divided)):
@@ -173,7 +172,10 @@ class Pipelines:
                     raise
         everybody = array_ops.allgather_object(own, names.eager("strategy/files_of_input"))
         problem = next((problem for problem in everybody if problem), "")
-        return (None if problem else distributed), problem
+        if problem:
+            return None, problem
+        self._warn_of_own_order(names_of_files or [dataset])
+        return distributed, ""
 
     def distribute_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
                                  options: InputOptions) -> tf.distribute.DistributedDataset:

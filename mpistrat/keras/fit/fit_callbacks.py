@@ -217,7 +217,7 @@ def own_callbacks(training: Training, callbacks: list[Callback], wrapped: list[C
     averages = AverageMetrics(f"{training.name}/metrics", training.process_set)
     checks = FitChecks(training, callbacks, wrapped, digest_of_rows(inputs) if has_own_rows else 0, statistics,
                        averages, layers_of_inputs(inputs) if has_own_rows else [],
-                       (int(arguments.get("batch_size") or 32), int(arguments.get("initial_epoch") or 0)))
+                       int(arguments.get("batch_size") or 32), int(arguments.get("initial_epoch") or 0))
     own += [checks, averages]
     if is_checked and settings.check_every and not training.joins:  # A rank that has joined makes no steps.
         own.append(ChecksWithinEpochs(checks.require_equal_weights, settings.check_every, training))

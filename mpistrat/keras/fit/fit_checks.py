@@ -180,15 +180,15 @@ def problem_at_begin(begins: Sequence[Begin]) -> str:
     if len({begin.joins for begin in begins}) > 1:
         return f"only some ranks pass uneven='join': {_by_rank(begins, 'joins')}. Pass the same value on all ranks."
     steps = {begin.steps for begin in begins if begin.steps is not None}
-    if len(steps) > 1 and begins[0].is_under_strategy:
-        return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. MPIStrategy "
-                "divides each global batch: pass the same data, batch_size= and steps_per_epoch= on all ranks.")
-    if begins[0].is_under_strategy and len({begin.batch_size for begin in begins}) > 1:
-        return (f"the ranks have different batch sizes: {_by_rank(begins, 'batch_size')}. MPIStrategy divides each "
-                "global batch: pass the same batch_size= on all ranks.")
-    if begins[0].is_under_strategy and len({begin.initial_epoch for begin in begins}) > 1:
-        return (f"the ranks begin with different epochs: {_by_rank(begins, 'initial_epoch')}. Give initial_epoch= the "
-                "same value on all ranks.")
+    if begins[0].is_under_strategy:
+        divides = "MPIStrategy divides each global batch: pass the same"
+        for name, what, advice in (
+                ("steps", "have different numbers of steps per epoch",
+                 f"{divides} data, batch_size= and steps_per_epoch= on all ranks."),
+                ("batch_size", "have different batch sizes", f"{divides} batch_size= on all ranks."),
+                ("initial_epoch", "begin with different epochs", "Give initial_epoch= the same value on all ranks.")):
+            if len({getattr(begin, name) for begin in begins} - {None}) > 1:
+                return f"the ranks {what}: {_by_rank(begins, name)}. {advice}"
     if len(steps) > 1 and not begins[0].joins:
         return (f"the ranks have different numbers of steps per epoch: {_by_rank(begins, 'steps')}. Ranks with more "
                 "steps would wait for gradients of the others. Give each rank the same number of rows: x, y = "
@@ -254,9 +254,10 @@ class FitChecks(Callback):
 
     def __init__(self, training: Training, callbacks: Sequence[Callback], wrapped: Sequence[Callback], rows: int,
                  statistics: AverageStatistics | None, averages: AverageMetrics,
-                 layers: Sequence[keras.layers.Layer], numbers: tuple[int, int]):
+                 layers: Sequence[keras.layers.Layer], batch_size: int, initial_epoch: int):
         super().__init__()
-        self._layers, self._wrapped, self._averages, self._numbers = layers, wrapped, averages, numbers
+        self._layers, self._wrapped, self._averages = layers, wrapped, averages
+        self._batch_size, self._initial_epoch = batch_size, initial_epoch
         self._training, self._callbacks, self._rows, self._statistics = training, callbacks, rows, statistics
         self._name, self._process_set = training.name, training.process_set
         self._broadcasts = [each for each in callbacks if isinstance(each, BroadcastGlobalVariablesCallback)]
@@ -312,7 +313,7 @@ class FitChecks(Callback):
             return Begin(params.get("steps"), params.get("epochs"), 0, (), (), True, saves=saves, entries=entries,
                          reads_logs=any(map(reads_logs, self._callbacks)), rates=rates_of(training.parts),
                          total=hashlib.blake2b(total, digest_size=8).digest(), is_under_strategy=True,
-                         batch_size=self._numbers[0], initial_epoch=self._numbers[1])
+                         batch_size=self._batch_size, initial_epoch=self._initial_epoch)
         adapted: tuple[Adapted, ...] = ()
         if self._is_checked:
             layers = IdentitySet(all_layers(self.model))
@@ -323,7 +324,7 @@ class FitChecks(Callback):
             tuple(sorted({cls.__name__ for cls in COLLECTIVE for c in self._callbacks if isinstance(c, cls)})),
             tuple(readers(self._callbacks)), training.averages_statistics, self._training.joins, training.accumulates,
             training.leaves_weights_uncompared, saves, adapted, training.has_local, entries, settings=training.settings,
-            divided=samples_of(training.process_set), batch_size=self._numbers[0])
+            divided=samples_of(training.process_set), batch_size=self._batch_size)
 
     def _trained(self) -> list[Variable]:
         return self._training.shared([weight for weight in weights_of(self.model) if weight.trainable])

@@ -148,9 +148,9 @@ _PASS_ON = ("Cast", "CheckNumerics", "CheckNumericsV2", "EnsureShape", "ExpandDi
             "StridedSlice", "Sum", "Unpack", *_CALLS)
 _ADD = ("Add", "AddN", "AddV2", "ConcatV2", "Maximum", "Minimum", "Pack", "Select", "SelectV2", "Sub")
 _MULTIPLY, _DIVIDE = ("BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan"), ("DivNoNan", "RealDiv")
+_LINEAR = (*_PASS_ON, *_ADD, *_MULTIPLY)
 # Python functions and collectives. A collective may be a sum over the ranks, which undoes the division.
 _UNKNOWN = ("EagerPyFunc", "MpistratAsyncCollective", "PyFunc", "PyFuncStateless")
-_COMBINE = (*_ADD, *_MULTIPLY, *_DIVIDE)
 _OF_SHAPES = ("OnesLike", "Rank", "Shape", "Size", "ZerosLike")
 # A tensor in a graph, and the operations that call the function of this graph, outermost first.
 _Place = tuple[tf.Tensor, tuple[tf.Operation, ...]]
@@ -172,11 +172,15 @@ def unscaled(log: T, title: str) -> T:
 
     Return anything else unchanged. A warning names the log by `title` if the division cannot be undone.
     """
-    exponents = {1} if is_scaled(log) else _exponents(log, of_branches=set()) \
-        if tf.is_symbolic_tensor(log) and state.may_differ is None else {0}
-    if not exponents:
-        _tell(title, _MIXED)
-    return tf.convert_to_tensor(log) * tf.distribute.get_strategy().num_replicas_in_sync if exponents == {1} else log
+    if not is_scaled(log):
+        if not tf.is_symbolic_tensor(log) or state.may_differ is not None:
+            return log
+        exponents = _exponents(log, of_branches=set())
+        if not exponents:
+            _tell(title, _MIXED)
+        if exponents != {1}:
+            return log
+    return tf.convert_to_tensor(log) * tf.distribute.get_strategy().num_replicas_in_sync
 
 
 @replaces(tf.GradientTape, "gradient", "the gradients of a loss that a step of the user's does not divide by the "
@@ -229,7 +233,7 @@ def _mark_parts(loss: tf.Tensor) -> None:
         tensor, calls = waiting.pop()
         if tensor.op.type in _DIVIDE and tensor.shape.rank == 0:
             mark_scaled(tensor)
-        elif tensor.op.type in (*_PASS_ON, *_ADD, *_MULTIPLY) and (tensor.shape.rank == 0 or tensor.op.type == "Pack"):
+        elif tensor.op.type in _LINEAR and (tensor.shape.rank == 0 or tensor.op.type == "Pack"):
             waiting += [each for each in _sources(tensor, calls) if not is_scaled(each[0])]
 
 
@@ -267,14 +271,14 @@ def _exponents(result: tf.Tensor, of_branches: set[int]) -> set[int]:
             found[key] = {0} if value is None or np.any(value) else {0, 1}
         elif tensor.shape.rank != 0 and kind != "Pack" and not has_loss(place):
             found[key] = {0}
-        elif kind not in (*_PASS_ON, *_COMBINE):
+        elif kind not in (*_LINEAR, *_DIVIDE):
             found[key] = {0} if not has_loss(place) else {0, 1} if kind in _UNKNOWN else \
                 of_branches if kind.endswith(("If", "While")) else set()
         elif missing := [each for each in sources if _key(each) not in found]:
             waiting += missing
             continue
         else:
-            found[key] = _combined(sources, tensor.op.type, [found[_key(each)] for each in sources])
+            found[key] = _combined(sources, kind, [found[_key(each)] for each in sources])
         waiting.pop()
     return found[_key((result, ()))] & {0, 1}
 
@@ -345,7 +349,7 @@ def _is_mean(loss: tf.Tensor) -> bool:
         if (kind == "Mean" and sources[0][0].op.type != "Pack" and sources[0][0].shape.rank != 0) \
                 or (kind in _DIVIDE and _counts_rows(sources[1])):
             return True
-        if kind not in ("Sum", "Mean") and (len(sources) == 1 or kind in (*_PASS_ON, *_ADD, *_MULTIPLY)):
+        if kind not in ("Sum", "Mean") and (len(sources) == 1 or kind in _LINEAR):
             waiting += [each for each in sources if each[0].shape.rank == 0 or each[0].op.type == "Pack"]
     return False
 
